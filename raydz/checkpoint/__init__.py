@@ -1,0 +1,27 @@
+"""Checkpoints as intervals of logical tensors, committed by a manifest that is written last: layer 5.
+
+Neighbours: `engine.py` saves and loads through `save` and `load`; `storage/` holds the bytes. See README.md here.
+"""
+
+from raydz.checkpoint.find import checkpoint_uri, committed_steps, find_checkpoint, open_checkpoint, step_folder
+from raydz.checkpoint.manifest import DataFile, Manifest, Piece, TensorEntry
+from raydz.checkpoint.pieces import StatePiece, state_pieces
+from raydz.checkpoint.reader import load_pieces
+from raydz.checkpoint.writer import SaveRequest, save
+
+__all__ = [
+    "DataFile",
+    "Manifest",
+    "Piece",
+    "SaveRequest",
+    "StatePiece",
+    "TensorEntry",
+    "checkpoint_uri",
+    "committed_steps",
+    "find_checkpoint",
+    "load_pieces",
+    "open_checkpoint",
+    "save",
+    "state_pieces",
+    "step_folder",
+]

@@ -1,0 +1,59 @@
+"""Which checkpoint to load: the newest committed one of a run, or exactly the one that was named.
+
+Neighbours: `train/resume.py` asks on rank 0 and tells the others; `cli/` lists with it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from raydz.checkpoint.manifest import MANIFEST_NAME, Manifest
+from raydz.errors import CheckpointError
+from raydz.storage import Store
+
+_STEP_FOLDER = re.compile(r"step-(\d{10})")
+
+
+def step_folder(step: int) -> str:
+    """Name of the folder of a step's checkpoint; sorts by step."""
+    return f"step-{step:010d}"
+
+
+def join_key(folder: str, name: str) -> str:
+    """The key of `name` in `folder`; an empty folder is the store's own."""
+    return f"{folder}/{name}" if folder else name
+
+
+def checkpoint_uri(store: Store, folder: str) -> str:
+    """What a user passes to `resume`."""
+    return f"{store.uri.rstrip('/')}/{folder}" if folder else store.uri
+
+
+def committed_steps(store: Store, folder: str = "") -> list[int]:
+    """Steps of all committed checkpoints directly under `folder`, ascending."""
+    found = [_STEP_FOLDER.fullmatch(name) for name in store.list_folders(folder)]
+    steps = sorted(int(match[1]) for match in found if match)
+    return [step for step in steps if store.exists(join_key(folder, f"{step_folder(step)}/{MANIFEST_NAME}"))]
+
+
+def find_checkpoint(store: Store, folder: str = "") -> str | None:
+    """Folder of the newest committed checkpoint under `folder`, or None; uncommitted ones are invisible."""
+    steps = committed_steps(store, folder)
+    return join_key(folder, step_folder(steps[-1])) if steps else None
+
+
+def open_checkpoint(store: Store, folder: str = "") -> tuple[str, Manifest]:
+    """The checkpoint at `folder` itself, or the newest directly under it: its folder and manifest.
+
+    Raises:
+        CheckpointError: there is none, or its manifest is damaged.
+    """
+    found = folder if store.exists(join_key(folder, MANIFEST_NAME)) else find_checkpoint(store, folder)
+    if found is None:
+        raise CheckpointError(
+            "no committed checkpoint here", where=checkpoint_uri(store, folder), got="no manifest.json",
+            wanted="a checkpoint's folder, or a run's folder that holds one",
+            remedy="a save that was interrupted leaves none; name an earlier step, or set resume to never",
+        )  # fmt: skip
+    key = join_key(found, MANIFEST_NAME)
+    return found, Manifest.from_bytes(store.get(key), f"{store.uri}/{key}")

@@ -1,0 +1,160 @@
+"""The manifest: which interval of which logical tensor lies where, and everything else that resuming needs.
+
+Neighbours: `writer.py` makes one and writes it last; `reader.py` plans by it; `find.py` looks for it. JSON, never
+pickle. The format is described in README.md, "Format 1"; what one release wrote, every later one reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from raydz.errors import CheckpointError
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """A data file: key relative to the checkpoint's folder, size, and a CRC-32 for every chunk and for the whole."""
+
+    path: str
+    bytes: int
+    chunk_bytes: int
+    chunk_crcs: tuple[int, ...]
+    crc: int
+    algorithm: str = "crc32"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of the flattened tensor, at byte `offset` of file number `file`."""
+
+    start: int
+    stop: int
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A logical tensor: one (name, kind), its whole shape, and where its pieces are, in order."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A committed checkpoint.
+
+    Attributes:
+        step: committed optimizer steps.
+        attempt: random name of the save that wrote the data files.
+        tensors: by (name, kind).
+        aliases: other names of tied parameters -> the name they are stored under.
+        state: whatever resuming needs besides tensors (data position, schedule, configuration, run ids).
+    """
+
+    step: int
+    world_size: int
+    attempt: str
+    created: float
+    raydz_version: str
+    files: tuple[DataFile, ...]
+    tensors: dict[tuple[str, str], TensorEntry]
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def entry(self, names: list[str], kind: str) -> TensorEntry | None:
+        """The tensor stored under any of the names, tied names included."""
+        for name in names:
+            found = self.tensors.get((name, kind)) or self.tensors.get((self.aliases.get(name, name), kind))
+            if found:
+                return found
+        return None
+
+    def check_coverage(self, where: str) -> None:
+        """Every tensor is covered once, by pieces that lie inside their files.
+
+        Raises:
+            CheckpointError: a gap, an overlap, or a piece outside its file; names the tensor and the elements.
+        """
+        for entry in self.tensors.values():
+            end = 0
+            for piece in entry.pieces:
+                if piece.start != end:
+                    kind = "a gap" if piece.start > end else "an overlap"
+                    raise CheckpointError(
+                        f"{kind} in a stored tensor", where=f"{where}: {entry.name} ({entry.kind})",
+                        got=f"element {piece.start} follows {end}", wanted="pieces that cover it once",
+                    )  # fmt: skip
+                end = piece.stop
+                size = (piece.stop - piece.start) * ITEM_BYTES[entry.dtype]
+                if piece.offset + size > self.files[piece.file].bytes:
+                    raise CheckpointError("a piece lies outside its file", where=f"{where}: {entry.name}")
+            if end != entry.numel:
+                raise CheckpointError(
+                    "a stored tensor is not whole", where=f"{where}: {entry.name} ({entry.kind})",
+                    got=f"{end} elements", wanted=entry.numel,
+                )  # fmt: skip
+
+    def to_bytes(self) -> bytes:
+        """Canonical JSON with a SHA-256 of its body."""
+        body = asdict(self)
+        body["format_version"] = FORMAT_VERSION
+        body["tensors"] = [
+            [e.name, e.kind, e.dtype, list(e.shape), [[p.start, p.stop, p.file, p.offset] for p in e.pieces]]
+            for _, e in sorted(self.tensors.items())
+        ]
+        text = _canonical(body)
+        return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str) -> Manifest:
+        """Read and verify.
+
+        Raises:
+            CheckpointError: not a manifest, damaged, or of a format this release does not know.
+        """
+        try:
+            outer = json.loads(data)
+            body, digest = outer["body"], outer["sha256"]
+            version = body["format_version"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError("not a checkpoint manifest", where=where, got=repr(error)) from None
+        if version != FORMAT_VERSION:
+            raise CheckpointError(
+                "a checkpoint of another format", where=where, got=version, wanted=FORMAT_VERSION,
+                remedy="load it with the release of raydz that wrote it, or a newer one",
+            )  # fmt: skip
+        if hashlib.sha256(_canonical(body).encode()).hexdigest() != digest:
+            raise CheckpointError("the manifest is damaged: its checksum does not fit", where=where)
+        del body["format_version"]
+        entries = [
+            TensorEntry(name, kind, dtype, tuple(shape), tuple(Piece(*piece) for piece in pieces))
+            for name, kind, dtype, shape, pieces in body.pop("tensors")
+        ]
+        files = tuple(DataFile(**{**f, "chunk_crcs": tuple(f["chunk_crcs"])}) for f in body.pop("files"))
+        manifest = cls(files=files, tensors={(e.name, e.kind): e for e in entries}, **body)
+        manifest.check_coverage(where)
+        return manifest
+
+
+ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+"""Bytes of an element, by safetensors' names of dtypes."""
+
+
+def _canonical(body: dict) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,204 @@
+"""Every configuration key of DeepSpeed 0.19, its default, and what becomes of it here: the one table.
+
+Layer 1. `screen` walks a configuration along this table before `engine` validates what is left.
+
+HONOURED: means here what it means there. NO_EFFECT: accepted, and a warning names it with the reason once it asks for
+something other than its default. REFUSED: an error with the reason, once it asks for something. LATER: loads and
+can be planned with, `check_trainable` refuses it by name.
+
+`default` is DeepSpeed's. `ours` is given where raydz deliberately starts from another value:
+`AUTO_SIZE` sizes scale with the model, because fixed ones make stage 3 use more memory than stage 2 on small models.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Verdict = Literal["honoured", "no effect", "refused", "later"]
+_SAME = object()
+AUTO_SIZE = None
+F, T = False, True
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row. A row whose default is a mapping stands for a whole section with those keys ({}: any keys)."""
+
+    path: str
+    verdict: Verdict
+    default: Any
+    reason: str = ""
+    ours: Any = _SAME
+
+    @property
+    def our_default(self) -> Any:
+        """The default here."""
+        return self.default if self.ours is _SAME else self.ours
+
+    def asks_for_something(self, value: Any) -> bool:
+        """Whether `value` differs from leaving the key out."""
+        if value in (None, "auto", self.our_default):
+            return False
+        if isinstance(self.default, Mapping) and isinstance(value, Mapping):
+            if "enabled" in self.default or "enabled" in value:
+                return value.get("enabled", False) not in (False, None, "auto")
+            return any(name not in self.default or value[name] != self.default[name] for name in value)
+        return bool(value != self.default)
+
+
+def _rows(verdict: Verdict, prefix: str, reason: str, **defaults: Any) -> list[Key]:
+    return [Key(prefix + name, verdict, default, reason) for name, default in defaults.items()]
+
+
+def _sized(name: str, default: int) -> Key:
+    return Key("zero_optimization." + name, "honoured", default, "scaled with the model", ours=AUTO_SIZE)
+
+
+_ZERO, _PARAMS = "zero_optimization.", "optimizer.params."
+_LATER = "comes with a later release"
+_LOGS = "metrics go to MLflow and the run's journal"
+_OWN = "optimizers are raydz's own"
+_UNITS = "modules are gathered as units, see parallel.units"
+
+_HONOURED = [
+    *_rows(
+        "honoured", "", "", train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
+    ),
+    *_rows("honoured", "", "", gradient_clipping=1.0, communication_data_type=None),
+    Key("optimizer.type", "honoured", None, "AdamW where the file names none", ours="AdamW"),
+    *_rows("honoured", _PARAMS, "", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
+    *_rows("honoured", _PARAMS, "", adam_w_mode=T, bias_correction=T),
+    Key("scheduler.type", "honoured", None),
+    *_rows("honoured", "scheduler.params.", "", warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000),
+    *_rows("honoured", "scheduler.params.", "", warmup_type="log", total_num_steps=None, warmup_min_ratio=0.0),
+    *_rows("honoured", "scheduler.params.", "", cos_min_ratio=1e-4),
+    Key("bf16.enabled", "honoured", F),
+    *_rows("honoured", _ZERO, "", stage=0, overlap_comm=None, stage3_max_live_parameters=1_000_000_000),
+    _sized("reduce_bucket_size", 500_000_000),
+    _sized("allgather_bucket_size", 500_000_000),
+    _sized("stage3_prefetch_bucket_size", 50_000_000),
+    _sized("stage3_param_persistence_threshold", 100_000),
+]
+
+_OFFLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
+    "optimizer": {"nvme_path": None, "buffer_count": 4, "pin_memory": T, "pipeline_read": F, "pipeline_write": F}
+    | {"fast_init": F, "ratio": 1.0},
+    "param": {"nvme_path": None, "buffer_count": 5, "pin_memory": T}
+    | {"buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
+}
+_OFFLOAD = [
+    *_rows("later", _ZERO + "offload_optimizer.", f"offloading the optimizer {_LATER}", device="none"),
+    *_rows("later", _ZERO + "offload_param.", f"offloading parameters {_LATER}", device="none"),
+    *(
+        Key(f"{_ZERO}offload_{part}.{name}", "later", default, "read by the offload tiers")
+        for part, defaults in _OFFLOAD_DEFAULTS.items()
+        for name, default in defaults.items()
+    ),
+    *_rows("refused", _ZERO + "offload_optimizer.", f"SuperOffload {_LATER}", super_offload=F),
+    *_rows("no effect", _ZERO + "offload_optimizer.", "part of SuperOffload", cpuadam_cores_perc=0.8),
+]
+
+_NO_EFFECT = [
+    *_rows("no effect", "", "gradients are averaged once", prescale_gradients=F, gradient_predivide_factor=1.0),
+    *_rows("no effect", "", "embedding gradients are dense", sparse_gradients=F),
+    *_rows("no effect", "", "there is no sequence parallelism yet", seq_parallel_communication_data_type="fp32"),
+    *_rows("no effect", "", "weights are always gathered by all-gather", disable_allgather=F),
+    *_rows("no effect", "", _OWN, zero_force_ds_cpu_optimizer=T, zero_allow_untested_optimizer=F),
+    Key("data_types.grad_accum_dtype", "no effect", None, "micro-batches are summed in fp32", ours="fp32"),
+    *_rows("no effect", "", "the order of rows is the data section's", dataloader_drop_last=F),
+    *_rows("no effect", "", "the resolved configuration is always shown", dump_state=F),
+    *_rows("no effect", "", _LOGS, wall_clock_breakdown=F, memory_breakdown=F, timers={}, comms_logger={"enabled": F}),
+    *_rows("no effect", "", _LOGS, tensorboard={"enabled": F}, csv_monitor={"enabled": F}),
+    *_rows("no effect", "", _LOGS, wandb={"enabled": F}, comet={"enabled": F}),
+    *_rows("no effect", "", "see train.log_every", steps_per_print=None),
+    *_rows("no effect", "", "model FLOP utilisation is a metric of every step", flops_profiler={"enabled": F}),
+    *_rows("no effect", "", "there are no CUDA graphs here", graph_harvesting=F),
+    *_rows("no effect", "", "read by DeepSpeed's own tools alone", vocabulary_size=None, log_level=None, eigenvalue={}),
+    *_rows("no effect", "", "there are no experts yet", use_data_before_expert_parallelism=F),
+    *_rows("no effect", "", "see model.activation_checkpointing", activation_checkpointing={}),
+    *_rows("no effect", "", "belongs to the NVMe tier", aio={}),
+    *_rows("no effect", "", "checkpoints are raydz's own", nebula={"enabled": F}, datastates_ckpt={}),
+    *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", tag_validation="Warn", load_universal=F),
+    *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", use_node_local_storage=F, parallel_write={}),
+    *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", checkpoint_serialization=T, writer=None),
+    *_rows("no effect", "", "compile the model before handing it over", compile={"deepcompile": F}),
+    *_rows("no effect", "optimizer.", "there is one form of each optimizer", legacy_fusion=F),
+    *_rows("no effect", _PARAMS, "there is one form of each optimizer", torch_adam=F, fused=F, foreach=F),
+    *_rows("no effect", "scheduler.params.", "a resumed run knows its step", last_batch_iteration=-1),
+    *_rows("no effect", "bf16.", "a non-finite gradient always skips the step", check_grad_overflow=T),
+    *_rows("no effect", "bf16.", "gradients reach the masters when they are reduced", immediate_grad_update=F),
+    *_rows("no effect", _ZERO, "gradients always lie in one buffer a unit", contiguous_gradients=T),
+    *_rows("no effect", _ZERO, "sharded stages always reduce-scatter", reduce_scatter=T),
+    *_rows("no effect", _ZERO, "reduction is per unit", use_multi_rank_bucket_allreduce=T, round_robin_gradients=F),
+    *_rows("no effect", _ZERO, "weights are always gathered by all-gather", allgather_partitions=T),
+    *_rows("no effect", _ZERO, "masters always come from the checkpoint's fp32", load_from_fp32_weights=T),
+    *_rows("no effect", _ZERO, "every checkpoint loads at any world size", elastic_checkpoint=F),
+    *_rows("no effect", _ZERO, "the optimizer updates unit by unit", sub_group_size=1_000_000_000),
+    *_rows("no effect", _ZERO, "a unit is released after its use", stage3_max_reuse_distance=1_000_000_000),
+    *_rows("no effect", _ZERO, "checkpoints hold whole weights", stage3_gather_16bit_weights_on_model_save=F),
+    *_rows(
+        "no effect", _ZERO, "the threshold of one parameter decides", stage3_model_persistence_threshold=sys.maxsize
+    ),
+    *_rows("no effect", _ZERO, _UNITS, stage3_module_granularity_threshold=0, leaf_module={}, override_module_apply=T),
+    *_rows("no effect", _ZERO, _UNITS, stage3_use_all_reduce_for_fetch_params=F, stage3_allgather_sequential=F),
+    *_rows("no effect", _ZERO, "an unused parameter contributes zeros", ignore_unused_parameters=T),
+    *_rows("no effect", _ZERO, "the forward reads gathered weights in place", memory_efficient_linear=T),
+    *_rows("no effect", _ZERO, "ranks read only their own shards", pipeline_loading_checkpoint=F),
+    *_rows(
+        "no effect", _ZERO, "order and sizes are always checked", log_trace_cache_warnings=F, enable_sanity_checks=F
+    ),
+    *_rows("no effect", _ZERO, "there is no Muon here", save_muon_momentum_buffer_in_memory=F),
+    *_rows("no effect", _ZERO, "the norm decides whether a step is skipped", compute_grad_norm=T),
+]
+
+_REFUSED = [
+    *_rows("refused", "", f"fp16 with loss scaling {_LATER}; bf16 and fp32 train today", fp16={"enabled": F}),
+    *_rows("refused", "", "use bf16 in place of mixed precision by apex or autocast", amp={"enabled": F}),
+    *_rows("refused", "", "use bf16 in place of mixed precision by autocast", torch_autocast={"enabled": F}),
+    *_rows("refused", "", "engine.step decides the boundaries", managed_gradient_accumulation=T),
+    *_rows("refused", "", "gradients are averaged; scale the loss to get a sum", gradient_allreduce_op="mean"),
+    *_rows("refused", "", f"sequence parallelism {_LATER}", sequence_parallel_size=1),
+    *_rows("refused", "", f"tensor parallelism {_LATER}", tensor_parallel={"autotp_size": 0}),
+    *_rows("refused", "", f"expert parallelism {_LATER}", expert_parallel={"enabled": F}),
+    *_rows("refused", "", "pipeline stages are not raydz's kind of parallelism", pipeline={}),
+    *_rows("refused", "", f"tuning {_LATER}", autotuning={"enabled": F}),
+    *_rows("refused", "", "train_batch_size stays, the number of ranks may change", elasticity={"enabled": F}),
+    *_rows("refused", "", f"the hybrid engine of RLHF {_LATER}", hybrid_engine={"enabled": F}),
+    *_rows("refused", "", "it changes which rows are trained on", data_efficiency={"enabled": F}),
+    *_rows("refused", "", "it changes which rows are trained on", curriculum_learning={"enabled": F}),
+    *_rows("refused", "", "it changes the model that is trained", progressive_layer_drop={"enabled": F}),
+    *_rows("refused", "", "it changes the model that is trained", sparse_attention={}, compression_training={}),
+    *_rows("refused", "data_types.", "use bf16 to choose the compute dtype", param_dtype=None, buffer_dtype=None),
+    *_rows("refused", _PARAMS, "AdamW without AMSGrad", amsgrad=F),
+    *_rows("refused", _PARAMS, "use gradient_clipping", max_grad_norm=0),
+    *_rows("refused", "bf16.", "masters are fp32", bf16_master_weights_and_grads=F),
+    *_rows("refused", "bf16.", "moments are fp32", bf16_optimizer_states=F),
+    *_rows("refused", _ZERO, "the old stage 1 is gone from DeepSpeed too", legacy_stage1=F),
+    *_rows("refused", _ZERO, f"ZenFlow {_LATER}", zenflow=None),
+    *_rows("refused", _ZERO, f"hierarchical shards (hpZ) {_LATER}", zero_hpz_partition_size=1),
+    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_weights=F),
+    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_nontrainable_weights=F),
+    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_gradients=F, zeropp_loco_param=None),
+    *_rows("refused", _ZERO, f"MiCS {_LATER}", mics_shard_size=-1, mics_hierarchical_params_gather=F),
+]
+
+KEYS: dict[str, Key] = {row.path: row for row in (*_HONOURED, *_OFFLOAD, *_NO_EFFECT, *_REFUSED)}
+
+_OTHER_OPTIMIZERS = "Adagrad Lamb Lion Muon OneBitAdam ZeroOneAdam OneBitLamb MuAdam MuAdamW MuSGD SGD"
+REFUSED_VALUES: dict[str, dict[str, str]] = {
+    "optimizer.type": dict.fromkeys(_OTHER_OPTIMIZERS.lower().split(), f"it {_LATER}; Adam and AdamW train"),
+    "scheduler.type": dict.fromkeys(
+        ("lrrangetest", "onecycle"), f"it {_LATER}; WarmupLR, WarmupDecayLR and WarmupCosineLR train"
+    ),
+}
+"""Values that DeepSpeed knows for an honoured key and raydz does not have, in lower case, with the reason."""
+
+ALIASES = {
+    "bfloat16": "bf16",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "zero_optimization."
+    "stage3_gather_16bit_weights_on_model_save",
+}
+"""Old names that mean exactly the new key."""

@@ -1,0 +1,233 @@
+"""What the engine sees: DeepSpeed's sections under DeepSpeed's names, plus `parallel` and a seed.
+
+Layer 1. `raydz.engine.Engine` is built from an `EngineConfig` alone, without model, data or Ray; `deepspeed` holds the
+table of all keys and says what each default is; `schema.Config` has the same sections inline.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from raydz.config.batch import BatchSize, resolve_batch
+from raydz.config.faults import Fault, Unfit
+from raydz.config.section import AboveZero, Count, FractionPair, NonNegative, Positive, Section, Whole
+
+_DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
+
+
+def _spelling(table: dict[str, str]) -> BeforeValidator:
+    """Other spellings that DeepSpeed accepts for the same value."""
+    return BeforeValidator(lambda value: table.get(value.lower(), value) if isinstance(value, str) else value)
+
+
+AccumulationDtype = Annotated[Literal["fp32", "bf16"], _spelling(_DTYPES)]
+
+
+class OptimizerParams(Section):
+    """Arguments of AdamW."""
+
+    lr: NonNegative = 1e-3
+    betas: FractionPair = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    adam_w_mode: bool = True
+    bias_correction: bool = True
+
+
+class OptimizerConfig(Section):
+    """`optimizer`; without one, AdamW with these defaults."""
+
+    type: Annotated[Literal["Adam", "AdamW"], _spelling(_OPTIMIZERS)] = "AdamW"
+    params: OptimizerParams = OptimizerParams()
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether weight decay is AdamW's: as in DeepSpeed, type Adam too unless `adam_w_mode` is false."""
+        return self.type == "AdamW" or self.params.adam_w_mode
+
+
+class WarmupLRParams(Section):
+    """From `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's lr), then constant."""
+
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative | None = None
+    warmup_num_steps: Count = 1000
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    """As WarmupLR, then linear to 0 at `total_num_steps` (None: `train.steps`)."""
+
+    warmup_max_lr: NonNegative | None = 1e-3
+    total_num_steps: Positive | None = None
+
+
+class WarmupCosineLRParams(Section):
+    """Ratios of the optimizer's lr: warm-up, then a cosine to `cos_min_ratio` at `total_num_steps`."""
+
+    total_num_steps: Positive | None = None
+    """None: `train.steps`."""
+    warmup_min_ratio: NonNegative = 0.0
+    warmup_num_steps: Count = 1000
+    cos_min_ratio: NonNegative = 1e-4
+    warmup_type: Literal["log", "linear"] = "log"
+
+
+class WarmupLR(Section):
+    """`scheduler` of type WarmupLR."""
+
+    type: Literal["WarmupLR"]
+    params: WarmupLRParams = WarmupLRParams()
+
+
+class WarmupDecayLR(Section):
+    """`scheduler` of type WarmupDecayLR."""
+
+    type: Literal["WarmupDecayLR"]
+    params: WarmupDecayLRParams = WarmupDecayLRParams()
+
+
+class WarmupCosineLR(Section):
+    """`scheduler` of type WarmupCosineLR."""
+
+    type: Literal["WarmupCosineLR"]
+    params: WarmupCosineLRParams = WarmupCosineLRParams()
+
+
+SchedulerConfig = Annotated[WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")]
+
+
+class Bf16Config(Section):
+    """`bf16` (alias `bfloat16`): forward and backward in bf16 over fp32 masters."""
+
+    enabled: bool = False
+
+
+class DataTypesConfig(Section):
+    """`data_types`; micro-batches are summed in fp32 whatever it says."""
+
+    grad_accum_dtype: AccumulationDtype = "fp32"
+
+
+class OffloadOptimizerConfig(Section):
+    """`zero_optimization.offload_optimizer`."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    buffer_count: Positive = 4
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class OffloadParamConfig(Section):
+    """`zero_optimization.offload_param`. Units: sizes count elements."""
+
+    device: Literal["none", "cpu", "nvme"] = "none"
+    nvme_path: str | None = None
+    buffer_count: Positive = 5
+    buffer_size: Positive = 100_000_000
+    max_in_cpu: Count = 1_000_000_000
+    pin_memory: bool = True
+
+
+class ZeroConfig(Section):
+    """`zero_optimization`. Units: sizes and thresholds count elements; None means scaled with the model."""
+
+    stage: Annotated[Whole, Field(ge=0, le=3)] = 0
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    allgather_partitions: bool = True
+    reduce_bucket_size: Positive | None = None
+    allgather_bucket_size: Positive | None = None
+    stage3_prefetch_bucket_size: Count | None = None
+    stage3_param_persistence_threshold: Count | None = None
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    sub_group_size: Positive = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    offload_optimizer: OffloadOptimizerConfig | None = None
+    offload_param: OffloadParamConfig | None = None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """`overlap_comm`, where not given: true for stage 3 alone, as in DeepSpeed."""
+        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+
+class ParallelConfig(Section):
+    """`parallel`: how the engine cuts and moves the model, beyond what DeepSpeed has keys for."""
+
+    units: list[str] | None = None
+    """Patterns (fnmatch) of module names that are gathered as one; None: chosen by the engine."""
+    gradient_reduction: Literal["micro_batch", "boundary"] = "micro_batch"
+    """When stages 2 and 3 reduce under accumulation."""
+    ordered_collectives: Literal["auto"] | bool = "auto"
+    """Sum in rank order, so that results don't depend on bucket sizes; auto: on gloo."""
+    collective_timeout_s: AboveZero = 300.0
+
+
+class EngineSections(Section):
+    """The sections that stand inline in a run's file as well as in a pure DeepSpeed file."""
+
+    train_batch_size: Positive | None = None
+    train_micro_batch_size_per_gpu: Positive | None = None
+    gradient_accumulation_steps: Positive | None = None
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: NonNegative = 1.0
+    steps_per_print: Positive | None = None
+    wall_clock_breakdown: bool = False
+    bf16: Bf16Config = Bf16Config()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    zero_allow_untested_optimizer: bool = False
+    communication_data_type: AccumulationDtype | None = None
+    data_types: DataTypesConfig = DataTypesConfig()
+    parallel: ParallelConfig = ParallelConfig()
+
+    def batch(self, world_size: int) -> BatchSize:
+        """The batch triangle on `world_size` data-parallel ranks.
+
+        Raises:
+            ConfigError: the given sizes don't close; names them and the changes that would fit.
+        """
+        return resolve_batch(
+            self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
+        )
+
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16"]:
+        """Dtype of forward and backward."""
+        return "bf16" if self.bf16.enabled else "fp32"
+
+
+class EngineConfig(EngineSections):
+    """All that `raydz.initialize` needs; made by `load_engine` or `Config.engine`."""
+
+    seed: Whole = 0
+
+    @model_validator(mode="after")
+    def _length_of_schedule(self) -> EngineConfig:
+        if isinstance(self.scheduler, WarmupDecayLR | WarmupCosineLR) and self.scheduler.params.total_num_steps is None:
+            raise Unfit(
+                Fault(
+                    "scheduler.params.total_num_steps",
+                    "a required key is missing",
+                    wanted=f"the number of optimizer steps over which {self.scheduler.type} runs",
+                )
+            )
+        return self
+
+
+def with_total_steps(scheduler: Any, steps: int) -> Any:
+    """The same schedule, ending at `steps` where it does not say itself."""
+    if not isinstance(scheduler, WarmupDecayLR | WarmupCosineLR) or scheduler.params.total_num_steps is not None:
+        return scheduler
+    params = scheduler.params.model_copy(update={"total_num_steps": steps})
+    return scheduler.model_copy(update={"params": params})

@@ -1,0 +1,218 @@
+"""A run's configuration: raydz's own sections beside DeepSpeed's.
+
+Layer 1. `load` makes a `Config` from a file, dict or overrides; `orchestrate.fit`, `train.loop`, `data.prepare` and
+`checkpoint` read their sections; `Config.engine()` is what the engine sees.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
+
+from raydz.config.engine import EngineConfig, EngineSections
+from raydz.config.faults import Fault, Unfit
+from raydz.config.resolve import to_yaml
+from raydz.config.section import AboveZero, Count, FolderName, Fraction, NonNegative, Positive, Section, Text, Whole
+
+Auto = Literal["auto"]
+
+
+class RunConfig(Section):
+    """`run`: the identity of a run over restarts."""
+
+    name: FolderName | None = None
+    """Folder and MLflow run; None: `<file>-<hash of what decides the result>`, filled by `load`."""
+    root: str = "runs"
+    """Local folder of all runs."""
+    seed: Whole = 0
+
+    @model_validator(mode="after")
+    def _local_root(self) -> RunConfig:
+        if "://" in self.root:
+            raise Unfit(Fault("root", "must be a local folder", got=self.root, remedy="checkpoint.dir may be s3://"))
+        return self
+
+
+class ModelConfig(Section):
+    """`model`, in Hugging Face's names."""
+
+    kind: Literal["llama"] = "llama"
+    vocab_size: Positive | Auto = "auto"
+    """auto: `data.tokenizer.vocab_size`, or what the tokenizer of `data.tokenizer.path` has."""
+    hidden_size: Positive = 256
+    num_hidden_layers: Positive = 4
+    num_attention_heads: Positive = 4
+    num_key_value_heads: Positive | None = None
+    """None: as many as attention heads."""
+    intermediate_size: Positive | Auto = "auto"
+    """auto: 8/3 of the hidden size, up to the next multiple of 64."""
+    rope_theta: AboveZero = 10000.0
+    rms_norm_eps: AboveZero = 1e-5
+    tie_word_embeddings: bool = False
+    initializer_range: AboveZero = 0.02
+    max_position_embeddings: Positive | Auto = "auto"
+    """auto: `data.sequence_length`."""
+    activation_checkpointing: bool = False
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> ModelConfig:
+        faults, heads = [], self.num_attention_heads
+        if self.hidden_size % heads:
+            wanted = f"a divisor of hidden_size {self.hidden_size}"
+            faults.append(Fault("num_attention_heads", "heads do not divide the width", got=str(heads), wanted=wanted))
+        elif self.hidden_size // heads % 2:
+            got = f"hidden_size {self.hidden_size} / num_attention_heads {heads} = {self.hidden_size // heads}"
+            faults.append(Fault("num_attention_heads", "a head's width must be even (rotary embedding)", got=got))
+        if self.num_key_value_heads and heads % self.num_key_value_heads:
+            wanted = f"a divisor of num_attention_heads {heads}"
+            got = str(self.num_key_value_heads)
+            faults.append(Fault("num_key_value_heads", "heads do not share key-value heads evenly", got, wanted))
+        if faults:
+            raise Unfit(*faults)
+        return self
+
+
+def _as_source(value: Any) -> Any:
+    return {"path": value} if isinstance(value, str) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | dict) else value
+
+
+class SourceConfig(Section):
+    """One source of text; a plain string is its path."""
+
+    path: Text
+    """File, folder, glob, `s3://` URI or `sample:<name>`."""
+    column: str = "text"
+    split: Literal["lines", "file", "blank_lines"] = "lines"
+    """What one document of a plain-text file is."""
+
+
+Sources = Annotated[list[Annotated[SourceConfig, BeforeValidator(_as_source)]], BeforeValidator(_as_list)]
+
+
+class TokenizerConfig(Section):
+    """`data.tokenizer`: a given `tokenizer.json`, or one that is trained on the data."""
+
+    path: str | None = None
+    vocab_size: Annotated[Whole, Field(ge=257)] = 2048
+
+
+class DataConfig(Section):
+    """`data`."""
+
+    sources: Sources = Field(default_factory=list)
+    evals: dict[str, Sources] = Field(default_factory=dict)
+    """Further evaluation sets by name."""
+    eval_fraction: Fraction = 0.02
+    """Share of documents held out from `sources`."""
+    sequence_length: Positive = 128
+    tokenizer: TokenizerConfig = TokenizerConfig()
+    cache_dir: str | None = None
+    """Where token shards are kept; None: `<run.root>/cache`."""
+
+
+class TrainConfig(Section):
+    """`train`. Units: `*_every` and `steps` count optimizer steps; 0 turns a habit off."""
+
+    steps: Positive = 100
+    eval_every: Count = 50
+    eval_rows: Positive = 64
+    log_every: Positive = 1
+    sample_prompt: str | None = None
+    sample_tokens: Positive = 40
+    max_skipped_in_row: Positive = 20
+    threads: Positive | Auto = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+
+class CheckpointConfig(Section):
+    """`checkpoint`."""
+
+    dir: str | None = None
+    """Local folder or `s3://` URI; None: `run.root`."""
+    every: Count = 50
+    """0: only at the end."""
+    at_end: bool = True
+
+
+class StorageConfig(Section):
+    """`storage`: how `s3://` paths are reached. Credentials come from the environment alone."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    path_style: Auto | bool = "auto"
+    profile: str | None = None
+    checksum: Literal["auto", "crc64nvme", "crc32c", "crc32", "off"] = "auto"
+    concurrency: Positive = 8
+
+
+class ScalingConfig(Section):
+    """`scaling`: what Ray is asked for."""
+
+    num_workers: Positive = 1
+    cpus_per_worker: NonNegative = 1.0
+    gpus_per_worker: Auto | NonNegative = "auto"
+    resources_per_worker: dict[str, NonNegative] = Field(default_factory=dict)
+
+
+class FailureConfig(Section):
+    """`failure`."""
+
+    max_failures: Count = 3
+    """Restarts before the run is given up."""
+
+
+class TrackingConfig(Section):
+    """`tracking`."""
+
+    mlflow: bool = True
+    mlflow_uri: str | None = None
+    """None: `sqlite:///<run.root>/mlflow.db`."""
+    experiment: Text = "raydz"
+
+
+class Config(EngineSections):
+    """A run. Made by `load`, which fills what is derived; frozen after that."""
+
+    run: RunConfig = RunConfig()
+    resume: Text = "auto"
+    """auto: from the newest checkpoint of `run.name`; never; or a checkpoint's URI."""
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    storage: StorageConfig = StorageConfig()
+    scaling: ScalingConfig = ScalingConfig()
+    failure: FailureConfig = FailureConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+    _given: dict[str, Any] | None = PrivateAttr(None)
+    """What the user gave, so that overrides apply before anything is derived."""
+    _stem: str = PrivateAttr("run")
+
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Config:
+        faults, data, positions = [], self.data, self.model.max_position_embeddings
+        if positions != "auto" and positions < data.sequence_length:
+            wanted = f"at least data.sequence_length {data.sequence_length}"
+            what = "rows are longer than the model's positions"
+            faults.append(Fault("model.max_position_embeddings", what, str(positions), wanted))
+        if self.train.eval_every and data.sources and not data.evals and not data.eval_fraction:
+            remedy = "set data.eval_fraction or data.evals, or train.eval_every to 0"
+            faults.append(Fault("train.eval_every", "there is nothing to evaluate on", remedy=remedy))
+        if faults:
+            raise Unfit(*faults)
+        return self
+
+    def engine(self) -> EngineConfig:
+        """What the engine sees of this run."""
+        shared = {name: getattr(self, name) for name in EngineSections.model_fields}
+        return EngineConfig(**shared, seed=self.run.seed)
+
+    def to_yaml(self) -> str:
+        """The resolved configuration as text that `load` reads back."""
+        return to_yaml(self)

@@ -1,0 +1,91 @@
+"""Mesh axes (replicate, data, sp): which ranks share a shard, a replica, a row.
+
+Neighbours: `engine.py` builds one; `zero/` shards over `shard_group`. `MeshShape` is pure arithmetic and is tested
+without processes; `Mesh` adds the process groups.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from raydz.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Sizes of the axes, slowest first; rank = (replicate_index * data + data_index) * sp + sp_index.
+
+    ZeRO shards over data·sp; replicas hold equal shards; the batch triangle counts replicate·data; the ranks of an
+    sp group work on the same rows.
+    """
+
+    replicate: int
+    data: int
+    sp: int = 1
+
+    @classmethod
+    def for_world(cls, world_size: int, *, shard_size: int | None = None) -> MeshShape:
+        """All ranks in one shard group, or in groups of `shard_size` neighbours that replicate each other.
+
+        Raises:
+            ConfigError: `shard_size` does not divide `world_size`.
+        """
+        shard_size = shard_size or world_size
+        if shard_size < 1 or world_size % shard_size:
+            raise ConfigError(
+                "the shard group size does not divide the world",
+                where="parallel.shard_size",
+                got=shard_size,
+                wanted=f"a divisor of {world_size}",
+                remedy="change parallel.shard_size or the number of ranks",
+            )
+        return cls(replicate=world_size // shard_size, data=shard_size)
+
+    @property
+    def world_size(self) -> int:
+        return self.replicate * self.data * self.sp
+
+    @property
+    def batch_world_size(self) -> int:
+        """Ranks that work on different rows."""
+        return self.replicate * self.data
+
+    def batch_rank(self, rank: int) -> int:
+        """Index of `rank` among those that work on different rows."""
+        return rank // self.sp
+
+    def shard_ranks(self, rank: int) -> list[int]:
+        """Ranks over which the state that `rank` shares is sharded, in shard order."""
+        size = self.data * self.sp
+        first = rank // size * size
+        return list(range(first, first + size))
+
+    def replica_ranks(self, rank: int) -> list[int]:
+        """Ranks that hold the same shard as `rank`."""
+        size = self.data * self.sp
+        return list(range(rank % size, self.world_size, size))
+
+
+class Mesh:
+    """A `MeshShape` with this rank's process groups (None in a world of one).
+
+    Collective: every rank of the world builds it, at the same point.
+    """
+
+    def __init__(self, shape: MeshShape, rank: int) -> None:
+        self.shape, self.rank = shape, rank
+        self.gather_group = self._split(shape.shard_ranks)
+        self.reduce_group = self._split(shape.shard_ranks)
+        self.replica_group = self._split(shape.replica_ranks) if shape.replicate > 1 else None
+
+    def _split(self, ranks_of) -> dist.ProcessGroup | None:
+        if self.shape.world_size == 1:
+            return None
+        mine = None
+        for ranks in sorted({tuple(ranks_of(r)) for r in range(self.shape.world_size)}):
+            group = dist.new_group(list(ranks))
+            if self.rank in ranks:
+                mine = group
+        return mine

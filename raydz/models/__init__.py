@@ -1,0 +1,6 @@
+"""Decoder models under Hugging Face's names, their initialisation and loss: layer 4. See README.md in this folder."""
+
+from raydz.models.decoder import Decoder, DecoderShape
+from raydz.models.loss import IGNORE_INDEX, causal_lm_loss
+
+__all__ = ["IGNORE_INDEX", "Decoder", "DecoderShape", "causal_lm_loss"]

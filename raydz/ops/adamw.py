@@ -1,0 +1,217 @@
+"""One step of AdamW (or Adam) on a flat shard: unscale, update, cast the weight, count non-finite gradients. Layer 2.
+
+Above: `raydz.optim`, which owns the step count and the schedule. Below: `native/adamw.hpp`, the same operations in
+the same order; README.md "One arithmetic" says why the bits agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from raydz.errors import ConfigError
+from raydz.ops.buffers import FLOATS, HALVES, check_buffer
+from raydz.ops.native import kernels_for
+from raydz.ops.rounding import merge_reference, round_reference, split_reference
+
+_PIECE_NUMEL = 1 << 16  # the reference works on pieces whose temporaries stay in the cache
+
+
+class Buffers(NamedTuple):
+    """What a step reads and writes, in the order of `raydz._native.adamw`."""
+
+    master: Tensor
+    low: Tensor | None
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    out: Tensor | None
+
+    def pieces(self) -> Iterator[Buffers]:
+        """Views of consecutive parts; on an accelerator one part, since each costs a dozen launches."""
+        numel = self.master.numel()
+        piece = _PIECE_NUMEL if self.master.device.type == "cpu" else max(numel, 1)
+        for start in range(0, numel, piece):
+            part = slice(start, start + piece)
+            yield Buffers(
+                self.master.view(-1)[part],
+                None if self.low is None else self.low.view(-1)[part],
+                self.grad.view(-1)[part],
+                self.exp_avg.view(-1)[part],
+                self.exp_avg_sq.view(-1)[part],
+                None if self.out is None else self.out.view(-1)[part],
+            )
+
+
+class Scalars(NamedTuple):
+    """The numbers of one step, each computed in double and rounded to fp32 once; order as in `native/kernels.hpp`."""
+
+    grad_scale: float
+    decay: float
+    l2: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    sqrt_bias2: float
+    eps: float
+    step_size: float
+
+
+@torch.no_grad()
+def adamw_step(
+    master: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    low: Tensor | None = None,
+    out: Tensor | None = None,
+    decoupled: bool = True,
+    threads: int = 1,
+) -> int:
+    """Update `master`, `exp_avg` and `exp_avg_sq` in place and return how many scaled gradients are not finite.
+
+    The update is made whatever that count is: who wants to skip such a step decides before it, from the norm.
+
+    Shape: all of one length, contiguous, on one device; they must not overlap.
+    Dtype: `exp_avg`, `exp_avg_sq` fp32; `grad` fp32, bf16 or fp16; `master` fp32, or with `low` (int16) bf16, as
+        `split_master` made them. `out`, bf16 or fp16, receives the updated weight (bf16 as `round_bf16` rounds).
+
+    Args:
+        step: this step's number, from 1 on; the function keeps no state.
+        grad_scale: multiplied into the gradient first: 1 / loss scale, times the clip factor.
+        decoupled: weight decay shrinks the weight (AdamW); otherwise it is added to the gradient (Adam).
+        threads: at most so many, for host memory; the result does not depend on it.
+
+    Raises:
+        LayoutError: a dtype, a length or a device does not fit.
+        ConfigError: `step` or a beta is out of range.
+
+    Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
+    """
+    buffers = Buffers(master, low, grad, exp_avg, exp_avg_sq, out)
+    _check(buffers)
+    scalars = step_scalars(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        decoupled=decoupled,
+    )
+    if kernels := kernels_for(master):
+        return kernels.adamw(*(t if t is None else t.detach() for t in buffers), scalars, decoupled, threads)
+    return adamw_reference(buffers, scalars, decoupled)
+
+
+def step_scalars(
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: float = 1.0,
+    decoupled: bool = True,
+) -> Scalars:
+    """The fp32 scalars of a step, for every implementation of it.
+
+    Raises:
+        ConfigError: `step` is below 1 or a beta outside [0, 1).
+    """
+    if step < 1:
+        raise ConfigError("optimizer steps count from 1", where="step", got=step, wanted=">= 1")
+    for name, beta in (("beta1", beta1), ("beta2", beta2)):
+        if not 0.0 <= beta < 1.0:
+            raise ConfigError("an AdamW beta is out of range", where=name, got=beta, wanted="0 <= beta < 1")
+    exact = Scalars(
+        grad_scale=grad_scale,
+        decay=1.0 - lr * weight_decay if decoupled else 1.0,
+        l2=0.0 if decoupled else weight_decay,
+        beta1=beta1,
+        one_minus_beta1=1.0 - beta1,
+        beta2=beta2,
+        one_minus_beta2=1.0 - beta2,
+        sqrt_bias2=math.sqrt(1.0 - beta2**step),
+        eps=eps,
+        step_size=lr / (1.0 - beta1**step),
+    )
+    return Scalars(*(float(numpy.float32(value)) for value in exact))
+
+
+def adamw_reference(buffers: Buffers, scalars: Scalars, decoupled: bool) -> int:
+    """`adamw_step` in torch, on any device: what the kernels must agree with, bit for bit."""
+    num_nonfinite = 0
+    for b in buffers.pieces():
+        p = b.master if b.low is None else _merged(b.master, b.low)
+        g = b.grad.to(torch.float32) * scalars.grad_scale
+        num_nonfinite += int((~g.isfinite()).sum())
+        _update(p, g, b.exp_avg, b.exp_avg_sq, scalars, decoupled)
+        if b.low is not None:
+            split_reference(p, b.master, b.low)
+        if b.out is not None:
+            _cast(p, b.out)
+    return num_nonfinite
+
+
+def _update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, decoupled: bool) -> None:
+    """In place on `p`, `m`, `v`. Plain operators only: `addcmul` and `alpha=` may fuse, and so round once less."""
+    # A division by a Python number may become a product with its reciprocal (CUDA); by a tensor it never does.
+    sqrt_bias2 = torch.full((1,), s.sqrt_bias2, dtype=torch.float32, device=p.device)
+    if decoupled:
+        p.copy_(p * s.decay)
+    else:
+        g = g + p * s.l2
+    m.copy_(m * s.beta1 + g * s.one_minus_beta1)
+    v.copy_(v * s.beta2 + (g * g) * s.one_minus_beta2)
+    denominator = _sqrt(v) / sqrt_bias2 + s.eps
+    p.copy_(p - (m / denominator) * s.step_size)
+
+
+def _sqrt(v: Tensor) -> Tensor:
+    """The correctly rounded fp32 root, which `Tensor.sqrt` is not where torch hands it to MKL: one ulp off, often.
+
+    Through fp64 it is: the root of an fp32 number lies at least 4 fp64 ulps from where fp32's rounding would turn.
+    """
+    return v.to(torch.float64).sqrt().to(torch.float32)
+
+
+def _merged(hi: Tensor, low: Tensor) -> Tensor:
+    out = torch.empty_like(hi, dtype=torch.float32)
+    merge_reference(hi, low, out)
+    return out
+
+
+def _cast(source: Tensor, out: Tensor) -> None:
+    if out.dtype == torch.bfloat16:
+        round_reference(source, out)
+    else:
+        out.copy_(source)
+
+
+def _check(b: Buffers) -> None:
+    fp32 = (torch.float32,)
+    check_buffer("master", b.master, fp32 if b.low is None else (torch.bfloat16,))
+    check_buffer("grad", b.grad, FLOATS, b.master)
+    check_buffer("exp_avg", b.exp_avg, fp32, b.master)
+    check_buffer("exp_avg_sq", b.exp_avg_sq, fp32, b.master)
+    if b.low is not None:
+        check_buffer("low", b.low, (torch.int16,), b.master)
+    if b.out is not None:
+        check_buffer("out", b.out, HALVES, b.master)

@@ -1,0 +1,91 @@
+"""Sums whose order is part of the contract, so that they never depend on machine, width or threads. Layer 2.
+
+Above: `raydz.dist` (rank-ordered reduce), `raydz.optim` (global norm). Below: `native/reduction.hpp`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from raydz.errors import LayoutError
+from raydz.ops.buffers import FLOATS, check_buffer
+from raydz.ops.native import kernels_for
+
+_BLOCK = 4096  # as kReductionBlock in native/kernels.hpp: changing it changes results
+_LANES = 16
+_GROUP_NUMEL = 256 * _BLOCK  # the reference holds the fp64 squares of so many elements at once
+
+
+@torch.no_grad()
+def sum_squares(values: Tensor, *, threads: int = 1) -> float:
+    """Sum of squares in fp64; not finite exactly if an element is not.
+
+    Order: within each block of 4096 elements, lane j of 16 adds elements j, 16 + j, 32 + j, …; the lanes are folded
+    in halves; block sums are added in order. fp32 squares are exact in fp64, and 2e19 squared does not overflow.
+
+    Dtype: fp32, bf16 or fp16. Blocking: waits for the device.
+
+    Raises:
+        LayoutError: another dtype, or not contiguous.
+    """
+    check_buffer("values", values, FLOATS)
+    if kernels := kernels_for(values):
+        return kernels.sum_squares(values.detach(), threads)
+    return sum_squares_reference(values)
+
+
+@torch.no_grad()
+def sum_rows(rows: Tensor, out: Tensor, *, accumulate: bool = False, threads: int = 1) -> Tensor:
+    """`out = rows[0] + rows[1] + …` in fp32, strictly in row order; with `accumulate`, `out = out + that sum`.
+
+    Shape: rows (num_rows, n) with contiguous rows at any distance, out (n,). They must not overlap.
+    Dtype: rows fp32, bf16 or fp16; out fp32.
+
+    Raises:
+        LayoutError: a shape, dtype or device does not fit.
+    """
+    if rows.dim() != 2 or rows.shape[0] < 1:
+        raise LayoutError("not a matrix with at least one row", where="rows", got=tuple(rows.shape))
+    check_buffer("rows", rows[0], FLOATS)
+    check_buffer("out", out, (torch.float32,), like=rows[0])
+    if kernels := kernels_for(rows):
+        kernels.sum_rows(rows.detach(), out.detach(), accumulate, threads)
+    else:
+        sum_rows_reference(rows, out, accumulate)
+    return out
+
+
+def sum_squares_reference(values: Tensor) -> float:
+    """`sum_squares` in torch: the same lanes, all blocks side by side."""
+    flat = values.view(-1)
+    total = 0.0
+    for start in range(0, flat.numel(), _GROUP_NUMEL):
+        # Not sum(): Python compensates float sums since 3.12.
+        for block_sum in _block_sums(flat[start : start + _GROUP_NUMEL]).tolist():
+            total += block_sum
+    return total
+
+
+def sum_rows_reference(rows: Tensor, out: Tensor, accumulate: bool) -> None:
+    """`sum_rows` in torch."""
+    total = rows[0].to(torch.float32)
+    for row in rows[1:]:
+        total = total + row.to(torch.float32)
+    flat = out.view(-1)
+    flat.copy_(flat + total if accumulate else total)
+
+
+def _block_sums(flat: Tensor) -> Tensor:
+    """One fp64 sum a block; zeros that fill the last block change no sum, since no lane is ever -0."""
+    num_blocks = -(-flat.numel() // _BLOCK)
+    padded = torch.zeros(num_blocks * _BLOCK, dtype=torch.float64, device=flat.device)
+    padded[: flat.numel()].copy_(flat)
+    squares = (padded * padded).view(num_blocks, _BLOCK // _LANES, _LANES)
+    lanes = torch.zeros(num_blocks, _LANES, dtype=torch.float64, device=flat.device)
+    for group in squares.unbind(1):
+        lanes = lanes + group
+    while lanes.shape[1] > 1:
+        half = lanes.shape[1] // 2
+        lanes = lanes[:, :half] + lanes[:, half:]
+    return lanes.view(-1)

@@ -1,0 +1,66 @@
+"""Let all ranks know what happened on one: results, and above all errors, so that nobody waits for a rank that left.
+
+Neighbours: `setup.py` and `loop.py` wrap in these whatever can fail on a single rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+from raydz import errors
+from raydz.dist import Communicator
+from raydz.errors import RaydzError
+
+T = TypeVar("T")
+
+
+def on_rank_zero(comm: Communicator, work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 and return its JSON-serialisable result on every rank.
+
+    Collective: every rank. Raises: on every rank what `work` raised as a RaydzError.
+    """
+    reply = _attempt(work) if comm.rank == 0 else {}
+    reply = json.loads(comm.all_gather_bytes(json.dumps(reply).encode())[0])
+    if "error" in reply:
+        raise _rebuild(reply["error"])
+    return reply["value"]
+
+
+def on_every_rank(comm: Communicator, work: Callable[[], T]) -> T:
+    """Run `work` on every rank and return each rank's own result, if it succeeded on all.
+
+    Collective: every rank. Raises: on every rank the RaydzError of the first rank that had one.
+    """
+    value: T | None = None
+
+    def keep() -> None:
+        nonlocal value
+        value = work()
+
+    replies = [json.loads(part) for part in comm.all_gather_bytes(json.dumps(_attempt(keep)).encode())]
+    for rank, reply in enumerate(replies):
+        if "error" in reply:
+            error = _rebuild(reply["error"])
+            if comm.world_size > 1:
+                error.what += f" (rank {rank})"
+            raise error
+    return value  # type: ignore[return-value]
+
+
+def _attempt(work: Callable[[], T]) -> dict:
+    try:
+        return {"value": work()}
+    except RaydzError as error:
+        fields = {k: None if v is None else str(v) for k, v in vars(error).items()}
+        return {"error": {"type": _known_type(error), **fields}}
+
+
+def _known_type(error: RaydzError) -> str:
+    """Name of the closest class in `raydz.errors`."""
+    return next(cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
+
+
+def _rebuild(fields: dict) -> RaydzError:
+    return getattr(errors, fields.pop("type"))(fields.pop("what"), **fields)

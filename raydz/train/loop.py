@@ -1,0 +1,174 @@
+"""Training, read from top to bottom: one step, what happens every so often, and how a run ends.
+
+The path: `jobs/pretrain.py` -> `orchestrate.fit` -> here -> `engine.Engine` -> `zero/` -> `dist/` -> `ops/`.
+Under Ray the ranks are Ray Train workers; under torchrun and in one process `train/__main__.py` calls the same.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import numpy as np
+import torch
+
+from raydz import log
+from raydz.checkpoint import checkpoint_uri, step_folder
+from raydz.config import Config
+from raydz.dist import World
+from raydz.errors import CheckpointError
+from raydz.tracking import read_peaks, reduce_over_ranks
+from raydz.train.build import LossFunction, ModelFunction
+from raydz.train.evaluate import evaluate, write_sample
+from raydz.train.figures import StepWatch
+from raydz.train.progress import Progress
+from raydz.train.result import Result
+from raydz.train.setup import Run, open_run, start_tracking
+
+_MAX_FAILED_SAVES = 3
+_logger = log.get(__name__)
+
+
+def run_training(
+    config: Config, world: World, *, model: ModelFunction | None = None, loss: LossFunction | None = None
+) -> Result:
+    """Train a run from where it stands to `train.steps`, on this rank.
+
+    Collective: every rank. Blocking: until the run is done.
+
+    Raises:
+        RaydzError: bad input, before any step and on every rank; or training that cannot go on.
+    """
+    run = open_run(config, world, model, loss)
+    if run.step >= config.train.steps:
+        return _result(run, "complete")
+    start_tracking(run)
+    try:
+        train(run)
+    except BaseException as error:
+        if run.tracker:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            run.tracker.finish("KILLED" if stopped else "FAILED", f"{type(error).__name__}: {error}")
+        raise
+    if run.tracker:
+        run.tracker.finish("FINISHED")
+    return _result(run, "finished")
+
+
+def train(run: Run) -> None:
+    """All steps that are left."""
+    config, steps = run.config.train, run.config.train.steps
+    flops = getattr(run.engine.module, "flops_per_token", None)
+    watch = StepWatch(run.engine, flops(run.config.data.sequence_length) if flops else None)
+    if run.tracker:
+        run.tracker.log_baseline(read_peaks())
+        run.tracker.set_tags({"raydz.unigram_entropy": f"{run.prepared.unigram_entropy:.4f}"})
+    with Progress(steps, run.step, config.log_every, is_shown=run.tracker is not None) as progress:
+        for step in range(run.step + 1, steps + 1):
+            metrics = train_step(run, step, watch)
+            if is_due(step, config.eval_every) or (step == steps and config.eval_every):
+                metrics |= evaluate(run.engine, run.loss, run.eval_sets, config.eval_rows)
+                _write_sample(run, step, progress)
+            run.step, run.metrics = step, run.metrics | metrics
+            if run.tracker:
+                run.tracker.log_step(step, metrics)
+            progress.show(step, metrics)
+            at_end = step == steps and run.config.checkpoint.at_end
+            if is_due(step, run.config.checkpoint.every) or at_end:
+                save_checkpoint(run, progress)
+
+
+def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
+    """One optimizer step over this rank's micro-batches; returns its metrics, reduced over ranks."""
+    engine = run.engine
+    seed_step(run.config.run.seed, step, engine.world.rank)
+    watch.start()
+    batch = run.feed.batch(step)
+    watch.data_arrived()
+    loss_sum = 0.0
+    for micro_batch in batch.micro_batches:
+        loss = run.loss(engine, micro_batch)
+        engine.backward(loss, denominator=batch.num_tokens)  # one normaliser for the whole step
+        loss_sum += loss.detach().double().item()
+        report = engine.step()
+    figures = watch.stop(report, batch.num_own_tokens)
+    run.tokens_seen += batch.num_tokens
+    if run.blocked_s is not None:
+        figures["checkpoint_blocking_s"], run.blocked_s = run.blocked_s, None
+    losses = engine.comms.reduce.all_gather_values([loss_sum])
+    metrics = reduce_over_ranks(figures, engine.comms.reduce.all_gather_values)
+    mean_loss = sum(row[0] for row in losses) / batch.num_tokens
+    return {"loss": mean_loss, **metrics, "tokens_seen": float(run.tokens_seen)}
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Seed every generator from (seed, step, rank): a resumed run draws what an uninterrupted one would."""
+    words = np.random.SeedSequence((seed, step, rank)).generate_state(3)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1]))
+    random.seed(int(words[2]))
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens now."""
+    return every > 0 and step % every == 0
+
+
+def save_checkpoint(run: Run, progress: Progress) -> None:
+    """Save and commit the state after `run.step`; a failure is counted, and ends training only when it repeats.
+
+    Raises:
+        CheckpointError: the third failure in a row.
+    """
+    started = time.perf_counter()
+    folder = step_folder(run.step)
+    state = {
+        "train": {"tokens_seen": run.tokens_seen},
+        "data": run.feed.order.state(run.step),
+        "rng": {"seed": run.config.run.seed, "rule": "every step seeds from (seed, step, rank)"},
+        "config": run.config.model_dump(mode="json"),
+        "resumed_from": run.start.source,
+        "mlflow_run_id": run.tracker.mlflow_run_id if run.tracker else None,
+        "metrics": run.metrics,
+    }
+    try:
+        run.engine.save_to(run.store, folder, step=run.step, state=state)
+    except CheckpointError as error:
+        run.failed_saves += 1
+        _logger.error("checkpoint %d not saved (%d in a row):\n%s", run.step, run.failed_saves, error)
+        if run.tracker:
+            run.tracker.log_event("checkpoint_failed", {"step": run.step, "error": str(error)})
+        if run.failed_saves >= _MAX_FAILED_SAVES:
+            raise
+        return
+    run.failed_saves, run.newest_folder = 0, folder
+    run.blocked_s = time.perf_counter() - started
+    uri = checkpoint_uri(run.store, folder)
+    progress.say(f"checkpoint {uri} ({run.blocked_s:.2f} s)")
+    if run.tracker:
+        run.tracker.log_event("checkpoint", {"step": run.step, "uri": uri, "seconds": run.blocked_s})
+        run.tracker.set_tags({"raydz.checkpoint": uri})
+
+
+def _write_sample(run: Run, step: int, progress: Progress) -> None:
+    config = run.config.train
+    if config.sample_prompt is None:
+        return
+    run.sample = write_sample(run.engine, run.tokenizer, config.sample_prompt, config.sample_tokens, seed=step)
+    progress.say(f"sample at step {step}: {run.sample}")
+    if run.tracker:
+        run.tracker.log_event("sample", {"step": step, "text": run.sample})
+
+
+def _result(run: Run, status: str) -> Result:
+    return Result(
+        run_name=str(run.config.run.name),
+        run_dir=str(run.run_dir),
+        status=status,
+        step=run.step,
+        metrics=dict(run.metrics),
+        checkpoint_uri=checkpoint_uri(run.store, run.newest_folder) if run.newest_folder else None,
+        mlflow_run_id=run.tracker.mlflow_run_id if run.tracker else None,
+        unigram_entropy=run.prepared.unigram_entropy,
+        sample=run.sample,
+    )

@@ -1,0 +1,73 @@
+"""Where a run starts: its newest checkpoint, a named one, or the beginning; never over in silence.
+
+Neighbours: `setup.py` calls `choose_start` on rank 0 before the engine loads anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raydz.checkpoint import Manifest, committed_steps, open_checkpoint
+from raydz.config import Config
+from raydz.errors import ConfigError
+from raydz.storage import S3Options, Store, open_store
+
+
+@dataclass(frozen=True)
+class Start:
+    """Checkpoint to load: its store and folder, `step` 0 and no manifest for the beginning.
+
+    `source` is the URI that `resume` named, kept in every later checkpoint of the run, so that a restart of the same
+    job knows that the run's own checkpoints continue it.
+    """
+
+    store_uri: str
+    folder: str
+    step: int
+    source: str | None = None
+
+
+def choose_start(config: Config, own: Store, options: S3Options) -> Start:
+    """Decide from `resume` and what the run's own folder holds.
+
+    Raises:
+        ConfigError: the run has checkpoints that `resume` would start over or leave behind.
+        CheckpointError: the named checkpoint is not there or is damaged.
+    """
+    steps = committed_steps(own)
+    if config.resume == "never":
+        if steps:
+            raise _occupied(config, own, steps[-1])
+        return Start(own.uri, "", 0)
+    if config.resume == "auto":
+        return _newest(own) if steps else Start(own.uri, "", 0)
+    named = open_store(config.resume, options)
+    folder, manifest = open_checkpoint(named)
+    if steps:
+        newest = _newest(own)
+        is_same = named.uri.rstrip("/") + (f"/{folder}" if folder else "") == f"{own.uri.rstrip('/')}/{newest.folder}"
+        if newest.source != config.resume and not is_same:
+            raise _occupied(config, own, steps[-1])
+        return newest
+    return Start(named.uri, folder, manifest.step, source=config.resume)
+
+
+def _newest(own: Store) -> Start:
+    folder, manifest = open_checkpoint(own)
+    return Start(own.uri, folder, manifest.step, source=manifest.state.get("resumed_from"))
+
+
+def load_manifest(start: Start, options: S3Options) -> tuple[Store, Manifest]:
+    """The store and manifest of a start that has one."""
+    store = open_store(start.store_uri, options)
+    return store, open_checkpoint(store, start.folder)[1]
+
+
+def _occupied(config: Config, own: Store, newest_step: int) -> ConfigError:
+    return ConfigError(
+        f"run {config.run.name} has checkpoints that would be left behind",
+        where="resume",
+        got=f"{config.resume}; {own.uri} has step {newest_step}",
+        wanted="auto, which continues them",
+        remedy="set resume to auto, or give this run another run.name",
+    )

@@ -1,0 +1,200 @@
+"""Everything that must be there before the first step, opened in an order that fails early and on all ranks.
+
+Neighbours: `loop.py` trains what this returns; `orchestrate/worker.py` and `__main__.py` call `run_training` there.
+Order: storage, data, model and engine, checkpoint, tracking. No step is made before all of it stands.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch.distributed as dist
+
+from raydz import log
+from raydz.config import Config, SourceConfig, check_trainable
+from raydz.data import BatchOrder, PackedRows, PreparedData, SourceSpec, Tokenizer, TokenizerSpec, prepare
+from raydz.dist import CommClock, Communicator, World
+from raydz.engine import Engine
+from raydz.errors import ConfigError, DataError
+from raydz.storage import S3Options, Store, open_store
+from raydz.tracking import Tracker
+from raydz.tracking.journal import read
+from raydz.train.agreement import on_every_rank, on_rank_zero
+from raydz.train.build import LossFunction, ModelFunction, build_model, choose_loss
+from raydz.train.feed import Feed
+from raydz.train.resume import Start, choose_start, load_manifest
+
+_logger = log.get(__name__)
+
+
+@dataclass
+class Run:
+    """A run that is ready for its next step.
+
+    Attributes:
+        step: the last step that is done.
+        tokens_seen: valid tokens trained on so far.
+        tracker: on rank 0 only.
+        failed_saves: checkpoints in a row that could not be saved.
+    """
+
+    config: Config
+    engine: Engine
+    loss: LossFunction
+    feed: Feed
+    eval_sets: dict[str, PackedRows]
+    prepared: PreparedData
+    tokenizer: Tokenizer
+    store: Store
+    start: Start
+    run_dir: Path
+    tracker: Tracker | None = None
+    step: int = 0
+    tokens_seen: int = 0
+    failed_saves: int = 0
+    blocked_s: float | None = None
+    newest_folder: str | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    sample: str | None = None
+
+
+def storage_options(config: Config) -> S3Options:
+    """How the run reaches S3; credentials stay in the environment."""
+    return S3Options(**config.storage.model_dump())
+
+
+def control_communicator(world: World) -> Communicator:
+    """Small messages over the default group, for what must be agreed before an engine exists."""
+    group = dist.group.WORLD if world.world_size > 1 else None
+    return Communicator(group, ordered=True, clock=CommClock(world.device))
+
+
+def run_store(config: Config) -> Store:
+    """The store of the run's own checkpoints: `<checkpoint.dir>/<run.name>`."""
+    root = config.checkpoint.dir or config.run.root
+    return open_store(f"{root.rstrip('/')}/{config.run.name}/checkpoints", storage_options(config))
+
+
+def open_run(config: Config, world: World, model: ModelFunction | None, loss: LossFunction | None) -> Run:
+    """Open storage, data, model, checkpoint and tracking of a resolved configuration.
+
+    Collective: every rank. Raises: a RaydzError, the same on every rank.
+    """
+    comm = control_communicator(world)
+    check_trainable(config)
+    store = run_store(config)
+    on_rank_zero(comm, store.probe_writable)
+    prepared = on_every_rank(comm, lambda: _prepare(config))
+    batch = config.engine().batch(world.world_size)
+    module = on_every_rank(comm, lambda: build_model(config, prepared.vocab_size, model))
+    engine = Engine(module, config.engine(), world, max_skipped_in_row=config.train.max_skipped_in_row)
+    rows = PackedRows(prepared.train_dir, config.data.sequence_length)
+    run = Run(
+        config=config,
+        engine=engine,
+        loss=choose_loss(loss),
+        feed=Feed(
+            rows,
+            BatchOrder(len(rows), batch.global_batch, config.run.seed),
+            rank=engine.mesh.shape.batch_rank(world.rank),
+            world_size=engine.mesh.shape.batch_world_size,
+            micro_batch=batch.micro_batch,
+            device=world.device,
+        ),
+        eval_sets={n: PackedRows(d, config.data.sequence_length) for n, d in prepared.eval_dirs.items()},
+        prepared=prepared,
+        tokenizer=prepared.tokenizer(),
+        store=store,
+        start=_agree_on_start(config, store, comm),
+        run_dir=Path(config.run.root) / str(config.run.name),
+    )
+    if run.start.step:
+        on_every_rank(comm, lambda: _load(run))
+    return run
+
+
+def _prepare(config: Config) -> PreparedData:
+    if not config.data.sources:
+        raise DataError(
+            "no training data", where="data.sources", got="an empty list", wanted="at least one path",
+            remedy="for example data.sources=[sample:wordnet]",
+        )  # fmt: skip
+    tokenizer = config.data.tokenizer
+    wanted = config.model.vocab_size
+    return prepare(
+        [_spec(config, source) for source in config.data.sources],
+        {name: [_spec(config, source) for source in sources] for name, sources in config.data.evals.items()},
+        config.data.eval_fraction,
+        TokenizerSpec(path=tokenizer.path, vocab_size=tokenizer.vocab_size),
+        None if wanted == "auto" else wanted,
+        config.data.cache_dir or f"{config.run.root}/cache",
+    )
+
+
+def _spec(config: Config, source: SourceConfig) -> SourceSpec:
+    return SourceSpec(
+        path=source.path, column=source.column, split=source.split,
+        endpoint_url=config.storage.endpoint_url, region=config.storage.region,
+    )  # fmt: skip
+
+
+def _agree_on_start(config: Config, store: Store, comm: Communicator) -> Start:
+    return Start(**on_rank_zero(comm, lambda: asdict(choose_start(config, store, storage_options(config)))))
+
+
+def _load(run: Run) -> None:
+    """Load the start's checkpoint into engine, data order and counters."""
+    store, manifest = load_manifest(run.start, storage_options(run.config))
+    state = manifest.state
+    if "train" not in state:
+        raise ConfigError(
+            "a checkpoint without a training run's state", where="resume", got=run.start.store_uri,
+            remedy="it was saved by Engine.save_checkpoint; load it with Engine.load_checkpoint",
+        )  # fmt: skip
+    run.feed.order.check_resume(state["data"])
+    run.engine.load_from(store, run.start.folder, manifest)
+    run.step, run.tokens_seen = manifest.step, state["train"]["tokens_seen"]
+    if run.start.store_uri == run.store.uri:
+        run.newest_folder = run.start.folder
+    _logger.info("resumed from %s/%s at step %d", run.start.store_uri, run.start.folder, run.step)
+
+
+def start_tracking(run: Run) -> None:
+    """Open the journal and MLflow on rank 0; every rank learns whether it worked."""
+
+    def start() -> None:
+        if run.engine.world.rank != 0:
+            return
+        tracking = run.config.tracking
+        uri = tracking.mlflow_uri or f"sqlite:///{Path(run.config.run.root).absolute()}/mlflow.db"
+        run.tracker = Tracker.start(
+            run_dir=run.run_dir,
+            run_key=str(run.config.run.name),
+            run_name=str(run.config.run.name),
+            config_text=run.config.to_yaml(),
+            params=flat_params(json.loads(run.config.model_dump_json(exclude={"tracking", "scaling", "failure"}))),
+            mlflow_uri=uri if tracking.mlflow else None,
+            experiment=tracking.experiment,
+            resume_step=run.step,
+            attempt=_attempts_before(run.run_dir),
+        )
+
+    on_every_rank(run.engine.comms.gather, start)
+
+
+def flat_params(nested: dict, prefix: str = "") -> dict[str, str]:
+    """`{"a": {"b": 1}}` -> `{"a.b": "1"}`, without what is not set."""
+    flat: dict[str, str] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            flat |= flat_params(value, f"{prefix}{key}.")
+        elif value is not None:
+            flat[prefix + key] = str(value)
+    return flat
+
+
+def _attempts_before(run_dir: Path) -> int:
+    events = run_dir / "events.jsonl"
+    return sum(1 for event in read(events) if event.get("event") == "start") if events.exists() else 0

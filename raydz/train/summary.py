@@ -1,0 +1,36 @@
+"""The last lines a person reads: what a run reached, where it is, and what to type next.
+
+Neighbours: `__main__.py` and `jobs/pretrain.py` print this.
+"""
+
+from __future__ import annotations
+
+from raydz.config import Config
+from raydz.train.result import Result
+
+
+def describe_result(result: Result, config: Config) -> str:
+    """Several lines of text."""
+    head = {
+        "finished": f"run {result.run_name} finished at step {result.step}",
+        "complete": f"run {result.run_name} is complete: step {result.step} of {config.train.steps} was reached before",
+    }[result.status]
+    lines = ["", head]
+    loss = result.metrics.get("eval_loss")
+    if loss is not None and result.unigram_entropy is not None:
+        gain = result.unigram_entropy - loss
+        lines.append(
+            f"validation loss {loss:.4f} nats/token; unigram entropy {result.unigram_entropy:.4f}; {gain:.4f} below it"
+        )
+    if result.sample:
+        lines.append(f"sample: {result.sample}")
+    lines.append(f"checkpoint: {result.checkpoint_uri or 'none'}")
+    lines.append(f"journal: {result.run_dir}/journal.jsonl")
+    if config.tracking.mlflow:
+        uri = config.tracking.mlflow_uri or f"sqlite:///{config.run.root}/mlflow.db"
+        lines.append(f"MLflow run: {result.mlflow_run_id or 'see the run of this name'} ({uri})")
+        if uri.startswith("sqlite"):
+            lines.append(f"open it with: mlflow ui --backend-store-uri {uri}   then http://127.0.0.1:5000")
+    if result.status == "complete":
+        lines.append("to train again: --set run.name=another-name; to go on: --set train.steps=more")
+    return "\n".join(lines)

@@ -1,0 +1,155 @@
+"""A flat group: parameters that are gathered, reduced and updated together, as views of one buffer.
+
+Neighbours: `sharded.py` owns the groups; `layout.py` has the table; `gradients.py` holds the gradient side;
+`dist/collectives.py` moves the bytes. See "Zero copy" and "Freeing" in README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from raydz.dist import Communicator, Handle
+from raydz.errors import LayoutError
+from raydz.optim import WeightShard
+from raydz.zero.layout import GroupLayout
+from raydz.zero.policy import StagePolicy
+from raydz.zero.units import ParameterSpec
+
+ValueSource = Callable[[ParameterSpec, int, int], Tensor]
+"""(parameter, start, stop) -> fp32 values of its flattened elements [start, stop)."""
+
+
+class FlatGroup:
+    """The parameter side of a group: gathered buffer, shard, placeholders.
+
+    Args:
+        index: position among all groups of the engine, equal on all ranks; names its messages.
+        specs: parameters of one (dtype, trainable) in module order. Their Parameters are replaced by ones of
+            `dtype` on `device` whose `.data` are views of the gathered buffer, or NaN placeholders while released.
+        persistent: stays gathered after use whatever the policy says.
+
+    Attributes:
+        weights: this rank's part of masters and compute weights (all of them where the policy shards no state).
+        is_gathered: the views hold current values.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        specs: Sequence[ParameterSpec],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Communicator,
+        policy: StagePolicy,
+        persistent: bool,
+    ) -> None:
+        self.index, self.specs, self.comm = index, list(specs), comm
+        self.layout = GroupLayout.of([(s.name, tuple(s.parameter.shape)) for s in specs], comm.world_size)
+        self.trainable = specs[0].parameter.requires_grad
+        self.dtype, self.device = dtype, device
+        self.keeps_parameters = policy.keeps_parameters or persistent or comm.world_size == 1
+        self.owned = (
+            self.layout.shard_range(comm.rank)
+            if policy.shards_state or not self.trainable
+            else (0, self.layout.padded_numel)
+        )
+        self.full = torch.zeros(self.layout.padded_numel, dtype=dtype, device=device)
+        self._full_bytes = self.full.untyped_storage().nbytes()
+        start, stop = self.owned
+        compute = self.full[start:stop] if self.keeps_parameters else torch.zeros_like(self.full[start:stop])
+        self.weights = WeightShard.around(compute) if self.trainable else WeightShard(compute)
+        self.is_gathered = False
+        self._handle: Handle | None = None
+        self._views = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.segments]
+        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        self._placeholders = [nan.expand(view.numel()).view(view.shape) for view in self._views]
+        self.parameters = [self._adopt(spec, view) for spec, view in zip(self.specs, self._views, strict=True)]
+        if not self.keeps_parameters:
+            self.release()
+
+    def _adopt(self, spec: ParameterSpec, view: Tensor) -> nn.Parameter:
+        """Give the Parameter this group's memory; one on another device is replaced wherever it is registered.
+
+        `.data =` keeps the Parameter's own version counter, where `Parameter(view)` would share the buffer's, and
+        every gather would look to autograd like a change of the weights.
+        """
+        if spec.parameter.device != self.device:
+            shell = torch.empty(0, dtype=self.dtype, device=self.device)
+            spec.replace(nn.Parameter(shell, requires_grad=spec.parameter.requires_grad))
+        spec.parameter.data = view
+        return spec.parameter
+
+    def fill(self, source: ValueSource) -> None:
+        """Set the owned weights from fp32 values; the others' parts arrive with the next gather."""
+        start, stop = self.owned
+        by_name = {spec.name: spec for spec in self.specs}
+        for part in self.layout.intervals(start, stop):
+            values = source(by_name[part.name], part.start, part.stop)
+            if values.numel() != part.stop - part.start:
+                raise LayoutError(
+                    "initial values have the wrong size", where=part.name, got=values.numel(),
+                    wanted=part.stop - part.start,
+                )  # fmt: skip
+            piece = self.weights.slice(part.offset, part.offset + part.stop - part.start)
+            piece.store(values.reshape(-1)) if self.trainable else piece.compute.copy_(values.reshape(-1))
+        self.mark_updated()
+
+    @property
+    def is_gathering(self) -> bool:
+        return self._handle is not None
+
+    @property
+    def live_numel(self) -> int:
+        """Elements of the gathered buffer that exist now beyond what the policy always keeps."""
+        return 0 if self.keeps_parameters or not self.full.untyped_storage().nbytes() else self.layout.padded_numel
+
+    def launch_gather(self) -> None:
+        """Start to fill the gathered buffer, unless it is filled or being filled. Collective, in any order."""
+        if self.is_gathered or self._handle is not None:
+            return
+        if not self.keeps_parameters:
+            self.full.untyped_storage().resize_(self._full_bytes)
+            start, stop = self.owned
+            self.full[start:stop].copy_(self.weights.compute)
+        whole = self.owned == (0, self.layout.padded_numel)
+        self._handle = (
+            Handle([], self.comm.clock) if whole else self.comm.all_gather_flat(self.full, tag=self.index + 1)
+        )
+
+    def finish_gather(self) -> None:
+        """Wait for the gather and let every Parameter show its values."""
+        if self.is_gathered:
+            return
+        self.launch_gather()
+        self._handle.wait()
+        self._handle = None
+        if not self.keeps_parameters:
+            for parameter, view in zip(self.parameters, self._views, strict=True):
+                parameter.data = view
+        self.is_gathered = True
+
+    def release(self) -> None:
+        """Give the gathered buffer back; the Parameters show NaN until the next gather. Nothing where it is kept."""
+        if self.keeps_parameters:
+            return
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+        for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
+            parameter.data = placeholder
+        self.full.untyped_storage().resize_(0)
+        self.is_gathered = False
+
+    def mark_updated(self) -> None:
+        """The owned weights changed: others' copies are stale, and graphs built before must not be used.
+
+        Raising every Parameter's version makes a backward through an old graph an error instead of a wrong gradient.
+        """
+        whole = self.owned == (0, self.layout.padded_numel)
+        self.is_gathered = self.is_gathered and whole
+        torch.autograd.graph.increment_version(self.parameters)

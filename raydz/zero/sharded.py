@@ -1,0 +1,270 @@
+"""A module whose parameters, gradients and optimizer states are sharded as the stage's policy says.
+
+Neighbours: `engine.py` drives it (begin and end of backward, update); `hooks.py` calls `before_forward`,
+`after_forward`, `before_backward` and `gradient_ready` as the module runs; `group.py` and `gradients.py` hold the
+buffers. What happens when stands in README.md, "One step".
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from raydz.dist import Communicator
+from raydz.errors import TrainingError
+from raydz.zero.gradients import GroupGradients
+from raydz.zero.group import FlatGroup, ValueSource
+from raydz.zero.initialize import UnitValues
+from raydz.zero.layout import split_by_numel
+from raydz.zero.options import ZeroOptions
+from raydz.zero.policy import StagePolicy
+from raydz.zero.schedule import Pass, UseOrder
+from raydz.zero.units import ParameterSpec, UnitSpec, find_units
+
+_MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit at run time: its flat groups, and what of its backward is still to come."""
+
+    spec: UnitSpec
+    groups: list[FlatGroup] = field(default_factory=list)
+    gradients: list[GroupGradients] = field(default_factory=list)
+    open_inputs: int = 0
+    """Forward calls whose inputs still wait for their gradients; counted only where frozen parameters need it."""
+
+    @property
+    def numel(self) -> int:
+        return sum(group.layout.padded_numel for group in self.groups)
+
+    @property
+    def has_frozen(self) -> bool:
+        return any(not group.trainable for group in self.groups)
+
+    @property
+    def is_root(self) -> bool:
+        return self.spec.name == ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this backward has nothing more to do with the unit."""
+        return all(grads.pending == 0 for grads in self.gradients) and self.open_inputs == 0
+
+    def launch_gather(self) -> None:
+        for group in self.groups:
+            group.launch_gather()
+
+    def finish_gather(self) -> None:
+        for group in self.groups:
+            group.finish_gather()
+
+    def release(self) -> None:
+        for group in self.groups:
+            group.release()
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Gathers and reductions run over process groups of their own, so that neither queues behind the other."""
+
+    gather: Communicator
+    reduce: Communicator
+
+
+class ShardedModel:
+    """Units of a module and what happens to them during a step.
+
+    Args:
+        model: its parameters are replaced by views; modules and names stay.
+        values: initial fp32 values, unit by unit.
+        accumulation: micro-batches of a step.
+
+    Raises:
+        ConfigError: a unit pattern matches nothing.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        policy: StagePolicy,
+        comms: Communicators,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        options: ZeroOptions,
+        values: UnitValues,
+        accumulation: int,
+        unit_patterns: Sequence[str] | None = None,
+    ) -> None:
+        self.model, self.policy, self.comms, self.device = model, policy, comms, device
+        self.compute_dtype, self._accumulation = compute_dtype, accumulation
+        specs = find_units(model, unit_patterns)
+        self.options = options.resolved(specs)
+        self.groups: list[FlatGroup] = []
+        self.gradients: list[GroupGradients] = []
+        self.units = [self._build_unit(spec, values) for spec in specs]
+        self._order: UseOrder[Unit] = UseOrder()
+        self.in_backward = False
+        self._to_reduce: deque[tuple[Unit, GroupGradients]] = deque()
+        self._in_flight: deque[GroupGradients] = deque()
+
+    # -- building ----------------------------------------------------------------------------------------------
+
+    def _build_unit(self, spec: UnitSpec, values: UnitValues) -> Unit:
+        unit = Unit(spec)
+        source = values(spec)
+        for trainable, persistent in ((True, False), (True, True), (False, False), (False, True)):
+            members = [
+                p
+                for p in spec.parameters
+                if p.parameter.requires_grad == trainable and self._is_persistent(p) == persistent
+            ]
+            runs = split_by_numel([p.parameter.numel() for p in members], self.options.bucket_numel)
+            for run in runs:
+                self._build_group(unit, [members[i] for i in run], persistent, source)
+        return unit
+
+    def _is_persistent(self, spec: ParameterSpec) -> bool:
+        return not self.policy.keeps_parameters and spec.parameter.numel() < self.options.persistence_numel
+
+    def _build_group(self, unit: Unit, members: list[ParameterSpec], persistent: bool, source: ValueSource) -> None:
+        group = FlatGroup(
+            len(self.groups), members, dtype=self.compute_dtype, device=self.device, comm=self.comms.gather,
+            policy=self.policy, persistent=persistent,
+        )  # fmt: skip
+        group.fill(source)
+        self.groups.append(group)
+        unit.groups.append(group)
+        if group.trainable:
+            grads = GroupGradients(
+                group, self.comms.reduce, self.policy,
+                sums_micro_batches=self._accumulation > 1, wire_dtype=self.options.wire_dtype,
+            )  # fmt: skip
+            self.gradients.append(grads)
+            unit.gradients.append(grads)
+
+    # -- gathering ---------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: Unit) -> None:
+        """Gather the unit, and start on those that follow."""
+        if unit.is_root and not self.in_backward:
+            self._order.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATE)
+        self._gather(unit)
+
+    def after_forward(self, unit: Unit) -> None:
+        """Release the unit, unless backward begins with it or is what recomputes it."""
+        if self.in_backward:
+            return
+        starts_backward = torch.is_grad_enabled() and (unit.is_root or self._order.is_last(unit))
+        if not starts_backward:
+            unit.release()
+
+    def before_backward(self, unit: Unit) -> None:
+        """Gather the unit again for the gradients of its inputs.
+
+        Raises:
+            TrainingError: backward was not declared through the engine.
+        """
+        self._require_declared()
+        if not unit.spec.is_lookup:
+            self._gather(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        following = self._order.advance(unit)
+        unit.launch_gather()
+        ahead = 0
+        for next_unit in following:
+            if ahead >= self.options.prefetch_numel or self._live_numel() >= self.options.max_live_numel:
+                break
+            if not (self.in_backward and next_unit.spec.is_lookup):
+                next_unit.launch_gather()
+            ahead += next_unit.numel
+        unit.finish_gather()
+
+    def _live_numel(self) -> int:
+        return sum(group.live_numel for group in self.groups)
+
+    def release_all(self) -> None:
+        """Give back whatever is gathered and need not stay."""
+        for unit in self.units:
+            unit.release()
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Declare a backward; `is_last` says that it is the step's last and its gradients are reduced.
+
+        Raises:
+            TrainingError: the last backward has not ended.
+        """
+        if self.in_backward:
+            raise TrainingError("backward was declared twice", remedy="call engine.backward once for each forward")
+        self.in_backward = True
+        self._order.begin(Pass.BACKWARD)
+        for grads in self.gradients:
+            grads.arm()
+        self._to_reduce = deque(
+            (unit, grads)
+            for unit in reversed(self.units)
+            for grads in reversed(unit.gradients)
+            if is_last or grads.reduces_each_micro_batch
+        )
+
+    def gradient_ready(self, unit: Unit, grads: GroupGradients, index: int, parameter: nn.Parameter) -> None:
+        """Autograd has finished one parameter: take its gradient, and start what has become possible.
+
+        Raises:
+            TrainingError: backward was not declared; or a second gradient came for a group whose reduction runs.
+        """
+        grad, parameter.grad = parameter.grad, None
+        self._require_declared()
+        grads.accumulate(index, grad)
+        self.unit_progressed(unit)
+
+    def unit_progressed(self, unit: Unit) -> None:
+        """Release a unit that backward is done with, and reduce in the agreed order as far as that goes."""
+        if not unit.is_complete:
+            return
+        unit.release()
+        while self._to_reduce and self._to_reduce[0][0].is_complete:
+            self._launch_next_reduction()
+
+    def _launch_next_reduction(self) -> None:
+        _, grads = self._to_reduce.popleft()
+        grads.launch_reduce()
+        self._in_flight.append(grads)
+        if len(self._in_flight) > _MAX_REDUCTIONS_IN_FLIGHT:
+            self._in_flight.popleft().finish_reduce()
+
+    def end_backward(self) -> None:
+        """Reduce what no hook completed (parameters without a gradient give zeros) and release everything."""
+        for unit in self.units:
+            unit.open_inputs = 0
+        while self._to_reduce:
+            self._launch_next_reduction()
+        while self._in_flight:
+            self._in_flight.popleft().finish_reduce()
+        self.release_all()
+        self.in_backward = False
+
+    def abort(self) -> None:
+        """After an exception: forget this step's gradients without communication and return to the sharded state."""
+        self.in_backward = False
+        self._to_reduce.clear()
+        self._in_flight.clear()
+        for unit in self.units:
+            unit.open_inputs = 0
+        for grads in self.gradients:
+            grads.drop()
+
+    def _require_declared(self) -> None:
+        if not self.in_backward:
+            raise TrainingError(
+                "backward ran without being declared", wanted="engine.backward(loss)",
+                remedy="replace loss.backward() by engine.backward(loss), which knows when backward ends",
+            )  # fmt: skip
