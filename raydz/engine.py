@@ -28,6 +28,7 @@ from raydz.checkpoint import (
 )
 from raydz.config import EngineConfig, check_trainable, load_engine
 from raydz.dist import CommClock, Communicator, Mesh, MeshShape, World, init_world
+from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.errors import TrainingError
 from raydz.optim import build_optimizer, build_schedule, clip_scale
 from raydz.storage import S3Options, Store, open_store
@@ -108,7 +109,7 @@ class Engine:
         )
         scheduler = config.scheduler
         self.schedule = build_schedule(
-            scheduler and scheduler.type, scheduler.params.model_dump() if scheduler else {}, params.lr
+            scheduler.type if scheduler else None, scheduler.params.model_dump() if scheduler else {}, params.lr
         )
         self._hooks = install_hooks(self.sharded)
         self._max_skipped_in_row = max_skipped_in_row
@@ -131,8 +132,8 @@ class Engine:
         for module in self.module.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    module._buffers[name] = buffer.to(self.world.device)
-                    self.comms.gather.broadcast(module._buffers[name])
+                    module._buffers[name] = moved = buffer.to(self.world.device).contiguous()
+                    self.comms.gather.broadcast(moved)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -146,7 +147,8 @@ class Engine:
             value = value.to(self.world.device)
             return value.to(self.sharded.compute_dtype) if value.is_floating_point() else value
         if isinstance(value, (tuple, list)):
-            return type(value)(self._cast(item) for item in value)
+            items = [self._cast(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if isinstance(value, dict):
             return {key: self._cast(item) for key, item in value.items()}
         return value
@@ -181,6 +183,7 @@ class Engine:
             self.sharded.end_backward()
         except BaseException:
             self.sharded.abort()
+            self._within_step = 0  # the step's earlier micro-batches went with it
             raise
         return loss
 
@@ -311,19 +314,23 @@ class Engine:
         Collective and blocking: every rank.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or it does not fit the model.
+            CheckpointError: on every rank: there is none, or it does not fit the model, and the engine is as before;
+                or it is damaged, and the engine must not be used before another load.
         """
         store = open_store(str(load_dir), options)
-        folder, manifest = open_checkpoint(store, tag or "")
-        self.load_from(store, folder, manifest)
+        comm = self.comms.gather
+        folder = on_rank_zero(comm, lambda: open_checkpoint(store, tag or "")[0])  # "newest" may change meanwhile
+        manifest = on_every_rank(comm, lambda: open_checkpoint(store, folder)[1])
+        on_every_rank(comm, lambda: self.load_from(store, folder, manifest))
         return checkpoint_uri(store, folder), dict(manifest.state.get("client", {}))
 
     def load_from(self, store: Store, folder: str, manifest: Manifest) -> int:
-        """Load an opened checkpoint; returns the bytes this rank read."""
+        """Load an opened checkpoint; returns the bytes this rank read. Nothing in it is collective."""
         self.settle()
         num_bytes = load_pieces(store, folder, manifest, state_pieces(self.sharded, self.optimizer, saving=False))
         for group in self.sharded.groups:
             group.mark_updated()
+        self.optimizer.clear_gradients()  # of a step that had begun
         self._within_step = 0
         for name in _COUNTERS:
             setattr(self, name, manifest.state["engine"][name])
@@ -339,11 +346,11 @@ class Engine:
         return self.train(False)
 
     def destroy(self) -> None:
-        """Remove the hooks; buffers go with the last reference to the engine and the module."""
+        """Remove the hooks and process groups; buffers go with the last reference to the engine and the module."""
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
-        self.module.__dict__.pop("__deepcopy__", None)
+        self.mesh.close()
 
 
 def _zero_options(config: EngineConfig) -> ZeroOptions:

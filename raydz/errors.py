@@ -44,14 +44,18 @@ class RaydzError(Exception):
                 lines.append(f"  {label + ':':<8}{value}")
         return "\n".join(lines)
 
+    def fields(self) -> dict[str, Any]:
+        """The constructor's arguments by name."""
+        return {name: getattr(self, name) for name in ("what", "where", "got", "wanted", "remedy")}
+
     def __reduce__(self):
-        fields = {k: None if v is None else str(v) for k, v in self.__dict__.items() if k != "what"}
-        return _rebuild, (type(self), self.what, fields)
+        texts = {name: None if value is None else str(value) for name, value in self.fields().items()}
+        return _rebuild, (type(self), texts, self.retryable)
 
 
-def _rebuild(cls: type[RaydzError], what: str, fields: dict[str, Any]) -> RaydzError:
-    error = cls(what)
-    error.__dict__.update(fields)
+def _rebuild(cls: type[RaydzError], fields: dict[str, Any], retryable: bool) -> RaydzError:
+    error = cls(**fields)
+    error.retryable = retryable
     return error
 
 

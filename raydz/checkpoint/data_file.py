@@ -100,4 +100,4 @@ def host_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a 1-D tensor on the host; no copy for one that is there and contiguous."""
     if tensor.numel() == 0:
         return memoryview(b"")
-    return memoryview(tensor.detach().cpu().contiguous().view(torch.uint8).numpy()).cast("B")
+    return tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data.cast("B")

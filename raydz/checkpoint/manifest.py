@@ -94,7 +94,7 @@ class Manifest:
         for entry in self.tensors.values():
             end = 0
             for piece in entry.pieces:
-                if piece.start != end:
+                if piece.start != end or piece.stop <= end:
                     kind = "a gap" if piece.start > end else "an overlap"
                     raise CheckpointError(
                         f"{kind} in a stored tensor", where=f"{where}: {entry.name} ({entry.kind})",
@@ -102,8 +102,13 @@ class Manifest:
                     )  # fmt: skip
                 end = piece.stop
                 size = (piece.stop - piece.start) * ITEM_BYTES[entry.dtype]
-                if piece.offset + size > self.files[piece.file].bytes:
-                    raise CheckpointError("a piece lies outside its file", where=f"{where}: {entry.name}")
+                file_bytes = self.files[piece.file].bytes if 0 <= piece.file < len(self.files) else 0
+                if not 0 <= piece.offset <= file_bytes - size:
+                    raise CheckpointError(
+                        "a piece lies outside its file", where=f"{where}: {entry.name} ({entry.kind})",
+                        got=f"file {piece.file}, bytes {piece.offset} to {piece.offset + size}",
+                        wanted=f"at most {file_bytes} bytes",
+                    )  # fmt: skip
             if end != entry.numel:
                 raise CheckpointError(
                     "a stored tensor is not whole", where=f"{where}: {entry.name} ({entry.kind})",
@@ -118,6 +123,7 @@ class Manifest:
             [e.name, e.kind, e.dtype, list(e.shape), [[p.start, p.stop, p.file, p.offset] for p in e.pieces]]
             for _, e in sorted(self.tensors.items())
         ]
+        body = json.loads(json.dumps(body))  # what a reader will see: keys that are numbers sort as text there
         text = _canonical(body)
         return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}, indent=1).encode()
 

@@ -36,7 +36,8 @@ def load_pieces(store: Store, folder: str, manifest: Manifest, pieces: Iterable[
     """Fill every piece from the checkpoint in `folder`; returns the bytes read.
 
     Memory: one read of at most 16 MiB (rounded to chunks) at a time. Nothing is written before the plan of all
-    pieces is complete, so a checkpoint that does not fit the model changes nothing.
+    pieces is complete and all their files are there in full size, so a checkpoint that does not fit the model or
+    lacks a file changes nothing. A damaged chunk is found when it is read: pieces read before it are loaded.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape; a file is missing, short or damaged (names file
@@ -44,9 +45,15 @@ def load_pieces(store: Store, folder: str, manifest: Manifest, pieces: Iterable[
     """
     where = checkpoint_uri(store, folder)
     needs = plan_load(manifest, pieces, where)
+    files = {index: manifest.files[index] for index in sorted(needs)}
+    keys = {index: join_key(folder, data_file.path) for index, data_file in files.items()}
+    etags = {index: _check_there(store, keys[index], data_file, where) for index, data_file in files.items()}
     total = 0
-    for index, wanted in sorted(needs.items()):
-        total += _read_file(store, join_key(folder, manifest.files[index].path), manifest.files[index], wanted, where)
+    for index, data_file in files.items():
+        for start, buffer in _read_chunks(store, keys[index], etags[index], data_file, needs[index]):
+            _verify(memoryview(buffer), start, data_file, where)
+            _hand_over(needs[index], buffer, start)
+            total += len(buffer)
     return total
 
 
@@ -92,7 +99,8 @@ def _runs(needs: Sequence[Need], chunk_bytes: int, file_bytes: int) -> Iterator[
             first = i
 
 
-def _read_file(store: Store, key: str, data_file: DataFile, needs: Sequence[Need], where: str) -> int:
+def _check_there(store: Store, key: str, data_file: DataFile, where: str) -> str:
+    """The etag of a file that is there in full size."""
     found = store.head(key)
     if found is None or found.bytes != data_file.bytes:
         raise CheckpointError(
@@ -100,19 +108,17 @@ def _read_file(store: Store, key: str, data_file: DataFile, needs: Sequence[Need
             where=f"{where}: {data_file.path}", got=found and f"{found.bytes} bytes",
             wanted=f"{data_file.bytes} bytes", remedy="load an earlier checkpoint",
         )  # fmt: skip
-    total, position = 0, 0
+    return found.etag
+
+
+def _read_chunks(
+    store: Store, key: str, etag: str, data_file: DataFile, needs: Sequence[Need]
+) -> Iterator[tuple[int, bytearray]]:
+    """Byte positions and the bytes there, until all needs are covered; all from one version of the file."""
     for start, stop in _runs(needs, data_file.chunk_bytes, data_file.bytes):
         buffer = bytearray(stop - start)
-        store.read_into(key, start, memoryview(buffer), if_match=found.etag)
-        _verify(memoryview(buffer), start, data_file, where)
-        total += len(buffer)
-        while position < len(needs) and needs[position].stop <= start:
-            position += 1
-        for need in needs[position:]:
-            if need.start >= stop:
-                break
-            _hand_over(need, buffer, start, stop)
-    return total
+        store.read_into(key, start, memoryview(buffer), if_match=etag)
+        yield start, buffer
 
 
 def _verify(buffer: memoryview, start: int, data_file: DataFile, where: str) -> None:
@@ -128,8 +134,15 @@ def _verify(buffer: memoryview, start: int, data_file: DataFile, where: str) -> 
             )  # fmt: skip
 
 
-def _hand_over(need: Need, buffer: bytearray, start: int, stop: int) -> None:
-    low, high = max(need.start, start), min(need.stop, stop)
-    width = ITEM_BYTES[need.dtype]
-    values = torch.frombuffer(buffer, dtype=DTYPES[need.dtype], offset=low - start, count=(high - low) // width)
-    need.piece.write(need.offset + (low - need.start) // width, values)
+def _hand_over(needs: Sequence[Need], buffer: bytearray, start: int) -> None:
+    """Write what lies in the bytes [start, start + len(buffer)) to the pieces that need it."""
+    stop = start + len(buffer)
+    for need in needs:
+        if need.stop <= start:
+            continue
+        if need.start >= stop:
+            break  # they are sorted by start
+        low, high = max(need.start, start), min(need.stop, stop)
+        width = ITEM_BYTES[need.dtype]
+        values = torch.frombuffer(buffer, dtype=DTYPES[need.dtype], offset=low - start, count=(high - low) // width)
+        need.piece.write(need.offset + (low - need.start) // width, values)

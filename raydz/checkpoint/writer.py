@@ -50,7 +50,8 @@ def save(request: SaveRequest, comm: Communicator) -> None:
     Collective and blocking: every rank of `comm`, until the manifest is committed.
 
     Raises:
-        CheckpointError: a rank could not write, or what was written is not whole; names ranks and causes.
+        CheckpointError: a rank could not write, what was written is not whole, or the folder holds a checkpoint of
+            another step; names ranks and causes.
     """
     attempt = comm.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
     receipts = [json.loads(part) for part in comm.all_gather_bytes(_write_own(request, comm, attempt))]
@@ -58,11 +59,12 @@ def save(request: SaveRequest, comm: Communicator) -> None:
     if failed:
         _remove_own(request, comm, attempt)
         _raise_failed(request, failed)
-    outcome = _commit(request, comm, attempt, receipts) if comm.rank == 0 else ""
-    error = comm.all_gather_bytes(outcome.encode())[0].decode()
-    if error:
+    outcome = _commit(request, comm, attempt, receipts) if comm.rank == 0 else {}
+    outcome = json.loads(comm.all_gather_bytes(json.dumps(outcome).encode())[0])
+    if not outcome.get("keeps_files", True):
         _remove_own(request, comm, attempt)
-        _raise_failed(request, {0: error})
+    if "error" in outcome:
+        _raise_failed(request, {0: outcome["error"]})
 
 
 def _raise_failed(request: SaveRequest, failed: dict[int, str]) -> None:
@@ -81,6 +83,8 @@ def _write_own(request: SaveRequest, comm: Communicator, attempt: str) -> bytes:
     """Write this rank's file; the receipt, or what went wrong, as JSON."""
     path = _file_name(attempt, comm)
     try:
+        if comm.rank == 0:
+            _check_state(request)
         plan = plan_file(request.pieces)
         with request.store.writer(f"{request.folder}/{path}", plan.total_bytes) as out:
             data_file = write_file(plan, out, path)
@@ -93,8 +97,17 @@ def _write_own(request: SaveRequest, comm: Communicator, attempt: str) -> bytes:
     return json.dumps({"file": asdict(data_file), "pieces": pieces}).encode()
 
 
-def _commit(request: SaveRequest, comm: Communicator, attempt: str, receipts: list[dict]) -> str:
-    """Check and commit on rank 0; returns what went wrong, or nothing."""
+def _check_state(request: SaveRequest) -> None:
+    try:
+        json.dumps(dict(request.state))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            "the state beside the tensors cannot be written as JSON", got=error, wanted="numbers, text, lists and dicts"
+        ) from None
+
+
+def _commit(request: SaveRequest, comm: Communicator, attempt: str, receipts: list[dict]) -> dict[str, Any]:
+    """Check and commit on rank 0; says what went wrong, and whether the data files stay."""
     where = f"{request.store.uri}/{request.folder}"
     try:
         manifest = build_manifest(request, comm.world_size, attempt, receipts)
@@ -106,22 +119,33 @@ def _commit(request: SaveRequest, comm: Communicator, attempt: str, receipts: li
                 raise CheckpointError(
                     "a data file is not what was written", where=data_file.path, got=size, wanted=data_file.bytes
                 )
-        _put_manifest(request, manifest)
     except (RaydzError, OSError) as error:
-        return str(error).replace("\n", " ")
-    return ""
+        return {"error": str(error).replace("\n", " "), "keeps_files": False}
+    return _put_manifest(request, manifest)
 
 
-def _put_manifest(request: SaveRequest, manifest: Manifest) -> None:
-    """Commit once; a manifest that is there already is ours (a lost reply) or another attempt's, which then counts."""
+def _put_manifest(request: SaveRequest, manifest: Manifest) -> dict[str, Any]:
+    """Commit once; a manifest that is there already is ours (a lost reply) or another attempt's, which then counts.
+
+    After a put that failed in any other way nobody knows whether the manifest is there or will be yet. The data files
+    stay then: a committed checkpoint without them would be the newest one and could not be loaded.
+    """
     key = f"{request.folder}/{MANIFEST_NAME}"
     try:
-        request.store.put(key, manifest.to_bytes(), if_absent=True)
-    except AlreadyExists:
-        winner = Manifest.from_bytes(request.store.get(key), key)
-        if winner.attempt != manifest.attempt:
-            _logger.warning("%s was committed by attempt %s; ours is dropped", key, winner.attempt)
-            request.store.delete(f"{request.folder}/{data_file.path}" for data_file in manifest.files)
+        try:
+            request.store.put(key, manifest.to_bytes(), if_absent=True)
+            return {}
+        except AlreadyExists:
+            winner = Manifest.from_bytes(request.store.get(key), f"{request.store.uri}/{key}")
+    except (RaydzError, OSError) as error:
+        return {"error": str(error).replace("\n", " ")}
+    if winner.attempt == manifest.attempt:
+        return {}
+    if winner.step != manifest.step:
+        text = f"{key} is there already, of step {winner.step}; nothing is overwritten, save under another name"
+        return {"error": text, "keeps_files": False}
+    _logger.warning("%s was committed by attempt %s; ours is dropped", key, winner.attempt)
+    return {"keeps_files": False}
 
 
 def build_manifest(request: SaveRequest, world_size: int, attempt: str, receipts: list[dict]) -> Manifest:

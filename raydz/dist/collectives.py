@@ -26,7 +26,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Handle:
     """A collective in flight; `wait` may be called again and then returns at once."""
 
-    def __init__(self, works: Sequence, clock: CommClock, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, works: Sequence, clock: CommClock, finish: Callable[[], object] | None = None) -> None:
         self._works, self._clock, self._finish = list(works), clock, finish
         self._done = False
         if self._works:

@@ -80,6 +80,13 @@ class Mesh:
         self.reduce_group = self._split(shape.shard_ranks)
         self.replica_group = self._split(shape.replica_ranks) if shape.replicate > 1 else None
 
+    def close(self) -> None:
+        """Destroy the process groups: each holds threads and sockets. Not collective; nothing may be under way."""
+        for group in (self.gather_group, self.reduce_group, self.replica_group):
+            if group is not None:
+                dist.destroy_process_group(group)
+        self.gather_group = self.reduce_group = self.replica_group = None
+
     def _split(self, ranks_of) -> dist.ProcessGroup | None:
         if self.shape.world_size == 1:
             return None

@@ -75,7 +75,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         b, t, d = x.shape
         q, k, v = (
-            projection(x).view(b, t, -1, self.head_dim).transpose(1, 2)
+            projection(x).view(b, t, projection.out_features // self.head_dim, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

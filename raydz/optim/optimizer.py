@@ -19,9 +19,14 @@ from raydz.optim.weights import WeightShard
 class Optimizer(Protocol):
     """What the engine needs of an optimizer; it never learns how shards lie in memory."""
 
-    state_names: tuple[str, ...]
-    lr: float
-    weight_decay: float
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def lr(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
 
     def update(
         self,

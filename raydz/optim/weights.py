@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raydz.ops.rounding import merge_master, split_master
+from raydz.ops.rounding import merge_master, round_bf16, split_master
 
 
 @dataclass
@@ -46,6 +46,9 @@ class WeightShard:
     def store(self, values: Tensor) -> None:
         """Set the fp32 values, (n,) on any device."""
         values = values.to(self.compute.device)
+        if self.low is None and self.compute.dtype == torch.bfloat16:
+            round_bf16(values.contiguous(), self.compute)
+            return
         if self.low is None:
             self.compute.copy_(values)
             return

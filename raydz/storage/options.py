@@ -57,7 +57,7 @@ class S3Options:
             ConfigError: names the field; never repeats an endpoint that carries credentials.
         """
         if self.endpoint_url is not None:
-            _check_endpoint(self.endpoint_url)
+            check_endpoint(self.endpoint_url)
         choices = {
             "path_style": ("auto", True, False),
             "checksum": ("auto", "crc64nvme", "crc32c", "crc32", "off"),
@@ -79,7 +79,12 @@ def _refuse(field: str, got: object, wanted: str) -> None:
     raise ConfigError("an impossible storage option", where=f"storage.{field}", got=got, wanted=wanted)
 
 
-def _check_endpoint(endpoint_url: str) -> None:
+def check_endpoint(endpoint_url: str) -> None:
+    """Refuse an endpoint that is none, or that carries credentials, which are not repeated.
+
+    Raises:
+        ConfigError: names what is wrong with it.
+    """
     parts = urlsplit(endpoint_url)
     if parts.username is not None or parts.password is not None or parts.query:
         raise ConfigError(

@@ -6,6 +6,7 @@ Neighbours: `LocalStore.probe_writable` and `S3Store.probe_writable` call it, be
 from __future__ import annotations
 
 import uuid
+from contextlib import suppress
 
 from raydz.errors import StorageError
 from raydz.storage.store import AlreadyExists, Store
@@ -24,8 +25,11 @@ def probe(store: Store) -> None:
     try:
         _check_reads(store, key)
         _check_refusal(store, key)
-    finally:
-        store.delete([key])
+    except BaseException:
+        with suppress(StorageError):  # must not hide the cause
+            store.delete([key])
+        raise
+    store.delete([key])
 
 
 def _check_reads(store: Store, key: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from raydz.storage.options import S3Options
+from raydz.storage.options import S3Options, check_endpoint
 from raydz.storage.s3_checksum import Checksum, pick_checksum
 from raydz.storage.s3_errors import s3_errors
 
@@ -86,6 +86,8 @@ class S3Connection:
     def _make_client(self) -> Any:
         import boto3
 
+        if self.endpoint_url is not None:
+            check_endpoint(self.endpoint_url)  # from the environment it has not been looked at yet
         _silence_debug()
         session = boto3.Session(profile_name=self.options.profile, region_name=self.options.region)
         region = session.region_name or ("us-east-1" if self.endpoint_url else None)

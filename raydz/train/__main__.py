@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         shutdown_world()
     if rank == 0:
-        print(describe_result(result, config), flush=True)
+        print(describe_result(result), flush=True)
     return 0
 
 

@@ -50,8 +50,9 @@ def build_model(config: Config, vocab_size: int, function: ModelFunction | None)
     """The model without values where possible, so that no rank holds more than a unit of it.
 
     Args:
-        function: builds people's own model; called with the configuration if it takes an argument. It runs under
-            `torch.device("meta")`; a model with modules that cannot be reset is built for real on every rank.
+        function: builds people's own model; called with the configuration if it needs an argument or has one named
+            `config`. It runs under `torch.device("meta")`; a model with modules that cannot be reset is built for
+            real on every rank.
 
     Raises:
         ConfigError: the function does not return a module.
@@ -59,7 +60,7 @@ def build_model(config: Config, vocab_size: int, function: ModelFunction | None)
     if function is None:
         with torch.device("meta"):
             return Decoder(decoder_shape(config, vocab_size))
-    arguments = (config,) if inspect.signature(function).parameters else ()
+    arguments = (config,) if _wants_config(function) else ()
     with torch.device("meta"):
         model = _checked(function(*arguments))
     stuck = unresettable_modules(model)
@@ -70,6 +71,16 @@ def build_model(config: Config, vocab_size: int, function: ModelFunction | None)
     )
     torch.manual_seed(config.run.seed)
     return _checked(function(*arguments))
+
+
+def _wants_config(function: ModelFunction) -> bool:
+    """Arguments with defaults, such as those of a module's class, are people's own business."""
+    named = [
+        p
+        for p in inspect.signature(function).parameters.values()
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return any(p.default is p.empty or p.name == "config" for p in named)
 
 
 def _checked(model: Any) -> nn.Module:

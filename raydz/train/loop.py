@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Literal
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from raydz.train.evaluate import evaluate, write_sample
 from raydz.train.figures import StepWatch
 from raydz.train.progress import Progress
 from raydz.train.result import Result
-from raydz.train.setup import Run, open_run, start_tracking
+from raydz.train.setup import Run, mlflow_uri, open_run, start_tracking
 
 _MAX_FAILED_SAVES = 3
 _logger = log.get(__name__)
@@ -91,6 +92,7 @@ def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
         engine.backward(loss, denominator=batch.num_tokens)  # one normaliser for the whole step
         loss_sum += loss.detach().double().item()
         report = engine.step()
+    assert report is not None, "the last micro-batch of a step updates"
     figures = watch.stop(report, batch.num_own_tokens)
     run.tokens_seen += batch.num_tokens
     if run.blocked_s is not None:
@@ -118,7 +120,8 @@ def save_checkpoint(run: Run, progress: Progress) -> None:
     """Save and commit the state after `run.step`; a failure is counted, and ends training only when it repeats.
 
     Raises:
-        CheckpointError: the third failure in a row.
+        CheckpointError: the third failure in a row, or a failure after the last step: a run that loses its end is
+            not finished.
     """
     started = time.perf_counter()
     folder = step_folder(run.step)
@@ -138,7 +141,7 @@ def save_checkpoint(run: Run, progress: Progress) -> None:
         _logger.error("checkpoint %d not saved (%d in a row):\n%s", run.step, run.failed_saves, error)
         if run.tracker:
             run.tracker.log_event("checkpoint_failed", {"step": run.step, "error": str(error)})
-        if run.failed_saves >= _MAX_FAILED_SAVES:
+        if run.failed_saves >= _MAX_FAILED_SAVES or run.step == run.config.train.steps:
             raise
         return
     run.failed_saves, run.newest_folder = 0, folder
@@ -160,15 +163,17 @@ def _write_sample(run: Run, step: int, progress: Progress) -> None:
         run.tracker.log_event("sample", {"step": step, "text": run.sample})
 
 
-def _result(run: Run, status: str) -> Result:
+def _result(run: Run, status: Literal["finished", "complete"]) -> Result:
     return Result(
         run_name=str(run.config.run.name),
         run_dir=str(run.run_dir),
         status=status,
         step=run.step,
+        total_steps=run.config.train.steps,
         metrics=dict(run.metrics),
         checkpoint_uri=checkpoint_uri(run.store, run.newest_folder) if run.newest_folder else None,
         mlflow_run_id=run.tracker.mlflow_run_id if run.tracker else None,
+        mlflow_uri=mlflow_uri(run.config),
         unigram_entropy=run.prepared.unigram_entropy,
         sample=run.sample,
     )

@@ -14,7 +14,7 @@ class Result:
         status: `finished`, or `complete` where there was nothing left to do.
         metrics: of the last step, and the last `eval_loss` of each set; names as in `raydz.tracking.METRICS`.
         checkpoint_uri: the newest committed checkpoint, for `resume` or `Engine.load_checkpoint`.
-        mlflow_run_id: None without MLflow.
+        mlflow_run_id, mlflow_uri: None without MLflow.
         run_dir: folder of the journal, on the host of rank 0.
         sample: text the model wrote at the last evaluation.
     """
@@ -23,8 +23,10 @@ class Result:
     run_dir: str
     status: Literal["finished", "complete"]
     step: int
+    total_steps: int
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint_uri: str | None = None
     mlflow_run_id: str | None = None
+    mlflow_uri: str | None = None
     unigram_entropy: float | None = None
     sample: str | None = None

@@ -15,7 +15,7 @@ from raydz.storage import S3Options, Store, open_store
 
 @dataclass(frozen=True)
 class Start:
-    """Checkpoint to load: its store and folder, `step` 0 and no manifest for the beginning.
+    """Checkpoint to load: its store, folder and step; or the beginning, where there is none.
 
     `source` is the URI that `resume` named, kept in every later checkpoint of the run, so that a restart of the same
     job knows that the run's own checkpoints continue it.
@@ -25,6 +25,11 @@ class Start:
     folder: str
     step: int
     source: str | None = None
+
+    @property
+    def is_beginning(self) -> bool:
+        """Whether there is nothing to load. (A named checkpoint's folder is empty when the store is the checkpoint.)"""
+        return not self.folder and self.source is None
 
 
 def choose_start(config: Config, own: Store, options: S3Options) -> Start:

@@ -7,6 +7,8 @@ Order: storage, data, model and engine, checkpoint, tracking. No step is made be
 from __future__ import annotations
 
 import json
+import os
+import socket
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,12 +18,12 @@ from raydz import log
 from raydz.config import Config, SourceConfig, check_trainable
 from raydz.data import BatchOrder, PackedRows, PreparedData, SourceSpec, Tokenizer, TokenizerSpec, prepare
 from raydz.dist import CommClock, Communicator, World
+from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.engine import Engine
 from raydz.errors import ConfigError, DataError
 from raydz.storage import S3Options, Store, open_store
 from raydz.tracking import Tracker
 from raydz.tracking.journal import read
-from raydz.train.agreement import on_every_rank, on_rank_zero
 from raydz.train.build import LossFunction, ModelFunction, build_model, choose_loss
 from raydz.train.feed import Feed
 from raydz.train.resume import Start, choose_start, load_manifest
@@ -86,7 +88,7 @@ def open_run(config: Config, world: World, model: ModelFunction | None, loss: Lo
     check_trainable(config)
     store = run_store(config)
     on_rank_zero(comm, store.probe_writable)
-    prepared = on_every_rank(comm, lambda: _prepare(config))
+    prepared = on_every_rank(comm, lambda: prepare_data(config))
     batch = config.engine().batch(world.world_size)
     module = on_every_rank(comm, lambda: build_model(config, prepared.vocab_size, model))
     engine = Engine(module, config.engine(), world, max_skipped_in_row=config.train.max_skipped_in_row)
@@ -110,12 +112,17 @@ def open_run(config: Config, world: World, model: ModelFunction | None, loss: Lo
         start=_agree_on_start(config, store, comm),
         run_dir=Path(config.run.root) / str(config.run.name),
     )
-    if run.start.step:
+    if not run.start.is_beginning:
         on_every_rank(comm, lambda: _load(run))
     return run
 
 
-def _prepare(config: Config) -> PreparedData:
+def prepare_data(config: Config) -> PreparedData:
+    """Tokenise the run's sources on this host, or find that it was done before.
+
+    Raises:
+        DataError, ConfigError, StorageError: the sources, the tokenizer or the cache are not usable.
+    """
     if not config.data.sources:
         raise DataError(
             "no training data", where="data.sources", got="an empty list", wanted="at least one path",
@@ -158,7 +165,15 @@ def _load(run: Run) -> None:
     run.step, run.tokens_seen = manifest.step, state["train"]["tokens_seen"]
     if run.start.store_uri == run.store.uri:
         run.newest_folder = run.start.folder
+        run.metrics = dict(state["metrics"])
     _logger.info("resumed from %s/%s at step %d", run.start.store_uri, run.start.folder, run.step)
+
+
+def mlflow_uri(config: Config) -> str | None:
+    """Where the run's MLflow store is; None where tracking is off."""
+    if not config.tracking.mlflow:
+        return None
+    return config.tracking.mlflow_uri or f"sqlite:///{Path(config.run.root).absolute()}/mlflow.db"
 
 
 def start_tracking(run: Run) -> None:
@@ -168,20 +183,22 @@ def start_tracking(run: Run) -> None:
         if run.engine.world.rank != 0:
             return
         tracking = run.config.tracking
-        uri = tracking.mlflow_uri or f"sqlite:///{Path(run.config.run.root).absolute()}/mlflow.db"
         run.tracker = Tracker.start(
             run_dir=run.run_dir,
             run_key=str(run.config.run.name),
             run_name=str(run.config.run.name),
             config_text=run.config.to_yaml(),
             params=flat_params(json.loads(run.config.model_dump_json(exclude={"tracking", "scaling", "failure"}))),
-            mlflow_uri=uri if tracking.mlflow else None,
+            mlflow_uri=mlflow_uri(run.config),
             experiment=tracking.experiment,
             resume_step=run.step,
             attempt=_attempts_before(run.run_dir),
         )
 
     on_every_rank(run.engine.comms.gather, start)
+    where = run.engine.comms.gather.all_gather_bytes(f"{socket.gethostname()}:{os.getpid()}".encode())
+    if run.tracker:
+        run.tracker.log_event("ranks", {"step": run.step, "processes": [place.decode() for place in where]})
 
 
 def flat_params(nested: dict, prefix: str = "") -> dict[str, str]:

@@ -5,15 +5,14 @@ Neighbours: `__main__.py` and `jobs/pretrain.py` print this.
 
 from __future__ import annotations
 
-from raydz.config import Config
 from raydz.train.result import Result
 
 
-def describe_result(result: Result, config: Config) -> str:
+def describe_result(result: Result) -> str:
     """Several lines of text."""
     head = {
         "finished": f"run {result.run_name} finished at step {result.step}",
-        "complete": f"run {result.run_name} is complete: step {result.step} of {config.train.steps} was reached before",
+        "complete": f"run {result.run_name} is complete: step {result.step} of {result.total_steps} was reached before",
     }[result.status]
     lines = ["", head]
     loss = result.metrics.get("eval_loss")
@@ -26,11 +25,12 @@ def describe_result(result: Result, config: Config) -> str:
         lines.append(f"sample: {result.sample}")
     lines.append(f"checkpoint: {result.checkpoint_uri or 'none'}")
     lines.append(f"journal: {result.run_dir}/journal.jsonl")
-    if config.tracking.mlflow:
-        uri = config.tracking.mlflow_uri or f"sqlite:///{config.run.root}/mlflow.db"
-        lines.append(f"MLflow run: {result.mlflow_run_id or 'see the run of this name'} ({uri})")
-        if uri.startswith("sqlite"):
-            lines.append(f"open it with: mlflow ui --backend-store-uri {uri}   then http://127.0.0.1:5000")
+    if result.mlflow_uri:
+        lines.append(f"MLflow run: {result.mlflow_run_id or 'the run of this name'} ({result.mlflow_uri})")
+        if result.mlflow_uri.startswith("sqlite"):
+            lines.append(
+                f"open it with: mlflow ui --backend-store-uri {result.mlflow_uri}   then http://127.0.0.1:5000"
+            )
     if result.status == "complete":
         lines.append("to train again: --set run.name=another-name; to go on: --set train.steps=more")
     return "\n".join(lines)

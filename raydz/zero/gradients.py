@@ -53,11 +53,20 @@ class GroupGradients:
         self.reduced: Tensor | None = None
 
     @property
+    def sums(self) -> Tensor:
+        """`reduced`, once there is one."""
+        assert self.reduced is not None, "no reduction since the step began"
+        return self.reduced
+
+    @property
     def reduces_each_micro_batch(self) -> bool:
         return not self._keeps
 
     def arm(self) -> None:
         """A backward begins: every parameter of the group may still get a gradient."""
+        if self.reduced is not None and not self._policy.shards_state and self.comm.world_size > 1:
+            # Not the step's first: its sum adds to this rank's shard, which must leave the buffer that fills now.
+            self.reduced = self.norm_part().clone()
         self._seen = [False] * len(self._filled)
         self.pending = len(self._filled)
         self.is_launched = False
@@ -106,7 +115,7 @@ class GroupGradients:
         if not accumulate:
             self.reduced = torch.empty(shard, dtype=torch.float32, device=full.device)
         sent = full if self._wire_dtype is None else full.to(self._wire_dtype)
-        self._handle = self.comm.reduce_scatter_flat(sent, self.reduced, accumulate=accumulate)
+        self._handle = self.comm.reduce_scatter_flat(sent, self.sums, accumulate=accumulate)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if any, and give the full buffer back or mark it empty."""
@@ -122,7 +131,7 @@ class GroupGradients:
 
     def _spread(self) -> None:
         """Stage 0: every rank needs the whole sum, so the reduced shards are gathered in fp32."""
-        shard, whole = self.reduced, self._full
+        shard, whole = self.sums, self._full
         if whole is None or whole.dtype != torch.float32:
             whole = torch.empty(shard.numel() * self.comm.world_size, dtype=torch.float32, device=shard.device)
         whole[self.comm.rank * shard.numel() : (self.comm.rank + 1) * shard.numel()] = shard
@@ -132,9 +141,9 @@ class GroupGradients:
     def norm_part(self) -> Tensor:
         """The part of `reduced` that this rank counts in the global norm: every element once over all ranks."""
         if self._policy.shards_state or self.comm.world_size == 1:
-            return self.reduced
+            return self.sums
         start, stop = self.group.layout.shard_range(self.comm.rank)
-        return self.reduced[start:stop]
+        return self.sums[start:stop]
 
     def clear(self) -> None:
         """The step is over, taken or skipped: nothing of it may leak into the next."""

@@ -52,11 +52,9 @@ class FlatGroup:
         self.trainable = specs[0].parameter.requires_grad
         self.dtype, self.device = dtype, device
         self.keeps_parameters = policy.keeps_parameters or persistent or comm.world_size == 1
-        self.owned = (
-            self.layout.shard_range(comm.rank)
-            if policy.shards_state or not self.trainable
-            else (0, self.layout.padded_numel)
-        )
+        # Frozen weights that every rank keeps are whole everywhere: there is nothing to gather.
+        is_whole = not policy.shards_state if self.trainable else self.keeps_parameters
+        self.owned = (0, self.layout.padded_numel) if is_whole else self.layout.shard_range(comm.rank)
         self.full = torch.zeros(self.layout.padded_numel, dtype=dtype, device=device)
         self._full_bytes = self.full.untyped_storage().nbytes()
         start, stop = self.owned
@@ -65,7 +63,6 @@ class FlatGroup:
         self.is_gathered = False
         self._handle: Handle | None = None
         self._views = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.segments]
-        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
         nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
         self._placeholders = [nan.expand(view.numel()).view(view.shape) for view in self._views]
         self.parameters = [self._adopt(spec, view) for spec, view in zip(self.specs, self._views, strict=True)]
@@ -95,8 +92,7 @@ class FlatGroup:
                     "initial values have the wrong size", where=part.name, got=values.numel(),
                     wanted=part.stop - part.start,
                 )  # fmt: skip
-            piece = self.weights.slice(part.offset, part.offset + part.stop - part.start)
-            piece.store(values.reshape(-1)) if self.trainable else piece.compute.copy_(values.reshape(-1))
+            self.weights.slice(part.offset, part.offset + part.stop - part.start).store(values.reshape(-1))
         self.mark_updated()
 
     @property
@@ -126,16 +122,23 @@ class FlatGroup:
         if self.is_gathered:
             return
         self.launch_gather()
-        self._handle.wait()
-        self._handle = None
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
         if not self.keeps_parameters:
             for parameter, view in zip(self.parameters, self._views, strict=True):
                 parameter.data = view
         self.is_gathered = True
 
     def release(self) -> None:
-        """Give the gathered buffer back; the Parameters show NaN until the next gather. Nothing where it is kept."""
+        """Give the gathered buffer back; the Parameters show NaN until the next gather.
+
+        Where it is kept, only a gather under way is awaited: one that was launched ahead for a unit which then was
+        not used must not end after the update, with the weights of before.
+        """
         if self.keeps_parameters:
+            if self._handle is not None:
+                self.finish_gather()
             return
         if self._handle is not None:
             self._handle.wait()
@@ -150,6 +153,5 @@ class FlatGroup:
 
         Raising every Parameter's version makes a backward through an old graph an error instead of a wrong gradient.
         """
-        whole = self.owned == (0, self.layout.padded_numel)
-        self.is_gathered = self.is_gathered and whole
+        self.is_gathered = self.keeps_parameters and self.owned == (0, self.layout.padded_numel)
         torch.autograd.graph.increment_version(self.parameters)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from raydz.errors import LayoutError
 from raydz.zero.gradients import GroupGradients
-from raydz.zero.sharded import ShardedModel, Unit
+from raydz.zero.sharded import ForwardCall, ShardedModel, Unit
+
+_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_state_dict_pre_hooks")
 
 
 def install_hooks(sharded: ShardedModel) -> list:
@@ -30,26 +34,29 @@ def install_hooks(sharded: ShardedModel) -> list:
                 parameter.register_post_accumulate_grad_hook(_gradient_ready(sharded, unit, grads, index))
                 for index, parameter in enumerate(grads.group.parameters)
             ]
-    if any(not group.keeps_parameters for group in sharded.groups):
-        handles += _guard_copies(sharded)
-    return handles
+    return [*handles, _CopyGuard(sharded, handles)]
 
 
 def _before_forward(sharded: ShardedModel, unit: Unit):
     def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
         sharded.before_forward(unit)
-        if unit.has_frozen and torch.is_grad_enabled() and not sharded.in_backward:
-            inputs = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
-            if inputs:
-                unit.open_inputs += 1
-                torch.autograd.graph.register_multi_grad_hook(inputs, _inputs_done(sharded, unit))
+        if not unit.has_frozen or not torch.is_grad_enabled():
+            return
+        inputs = [t for t in find_tensors((args, kwargs)) if t.requires_grad]
+        if inputs and not sharded.in_backward:
+            call = ForwardCall()
+            unit.open_calls.add(call)
+            torch.autograd.graph.register_multi_grad_hook(inputs, _inputs_done(sharded, unit, call))
+        elif inputs and not unit.open_calls:  # reentrant checkpointing: the forward before had no graph to follow
+            unit.recomputed = ForwardCall()
+            unit.open_calls.add(unit.recomputed)
 
     return hook
 
 
-def _inputs_done(sharded: ShardedModel, unit: Unit):
+def _inputs_done(sharded: ShardedModel, unit: Unit, call: ForwardCall):
     def hook(_grads) -> None:
-        unit.open_inputs = max(0, unit.open_inputs - 1)
+        unit.open_calls.discard(call)
         if sharded.in_backward:
             sharded.unit_progressed(unit)
 
@@ -96,26 +103,39 @@ def find_tensors(value) -> Iterator[Tensor]:
             yield from find_tensors(getattr(value, entry.name))
 
 
-def _guard_copies(sharded: ShardedModel) -> list:
-    """Make `state_dict` and `deepcopy` raise while parameters are released, instead of copying NaN placeholders."""
+class _CopyGuard:
+    """Keeps `state_dict` and `deepcopy` from handing out NaN placeholders, old weights, or hooks of this engine."""
 
-    def refuse() -> None:
-        released = [group for group in sharded.groups if not group.keeps_parameters and not group.is_gathered]
-        if released:
+    def __init__(self, sharded: ShardedModel, hooks: list) -> None:
+        self._sharded = sharded
+        self._modules = list(sharded.model.modules())
+        self._handles = [module.register_state_dict_pre_hook(self._before_state_dict) for module in self._modules]
+        self._ids = {handle.id for handle in [*hooks, *self._handles]}
+        for module in self._modules:
+            module.__dict__["__deepcopy__"] = partial(self._deepcopy, module)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        for module in self._modules:
+            module.__dict__.pop("__deepcopy__", None)
+
+    def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._refuse()
+
+    def _refuse(self) -> None:
+        stale = next((group for group in self._sharded.groups if not group.is_gathered), None)
+        if stale is not None:
             raise LayoutError(
-                "parameters are sharded and not gathered", where=released[0].specs[0].name,
+                "parameters are sharded and not gathered", where=stale.specs[0].name,
                 remedy="use engine.full_state_dict(), or wrap the call in `with engine.gathered():`",
             )  # fmt: skip
 
-    def before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        refuse()
-
-    def deepcopy(memo: dict):
-        refuse()
-        clone = copy.copy(sharded.model)
-        clone.__dict__.pop("__deepcopy__", None)
-        clone.__dict__ = copy.deepcopy({k: v for k, v in sharded.model.__dict__.items() if k != "__deepcopy__"}, memo)
+    def _deepcopy(self, module: nn.Module, memo: dict) -> nn.Module:
+        self._refuse()
+        attributes = {key: value for key, value in module.__dict__.items() if key != "__deepcopy__"}
+        for key in _HOOKS:
+            attributes[key] = OrderedDict((i, hook) for i, hook in attributes[key].items() if i not in self._ids)
+        memo[id(module)] = clone = module.__class__.__new__(module.__class__)
+        clone.__dict__.update(copy.deepcopy(attributes, memo))
         return clone
-
-    sharded.model.__dict__["__deepcopy__"] = deepcopy
-    return [module.register_state_dict_pre_hook(before_state_dict) for module in sharded.model.modules()]

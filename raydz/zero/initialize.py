@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from typing import cast
 
 import torch
 from torch import nn
@@ -22,23 +23,25 @@ UnitValues = Callable[[UnitSpec], ValueSource]
 def choose_values(model: nn.Module, seed: int, comm: Communicator) -> UnitValues:
     """The source of a model's initial values.
 
-    A model with `initial_values(name, start, stop, seed)` computes slices. One on the meta device has its modules made
-    real one at a time, each under a seed from its name. One that holds values keeps them, rank 0's for all.
+    A model that holds values keeps them, rank 0's for all. One on the meta device computes slices if it has
+    `initial_values(name, start, stop, seed)`; else its modules are made real one at a time, each under a seed from its
+    name.
 
     Collective: the values of a real model are broadcast, unit by unit.
 
     Raises:
         ConfigError: a meta module has tensors but no way to reset them; names it.
     """
-    if hasattr(model, "initial_values"):
-        return lambda unit: lambda p, start, stop: model.initial_values(p.name, start, stop, seed)
-    if is_on_meta(model):
-        names = {id(module): name for name, module in model.named_modules()}
-        for name, module in model.named_modules():
-            if module._buffers and not module._parameters:
-                _make_real(module, name, seed)
-        return lambda unit: _materialised(unit, names, seed)
-    return lambda unit: _broadcast(unit, comm)
+    if not is_on_meta(model):
+        return lambda unit: _broadcast(unit, comm)
+    compute = getattr(model, "initial_values", None)
+    if compute is not None:
+        return lambda unit: lambda p, start, stop: compute(p.name, start, stop, seed)
+    names = {id(module): name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        if module._buffers and not module._parameters:
+            _make_real(module, name, seed)
+    return lambda unit: _materialised(unit, names, seed)
 
 
 def is_on_meta(model: nn.Module) -> bool:
@@ -71,7 +74,7 @@ def _materialised(unit: UnitSpec, names: dict[int, str], seed: int) -> ValueSour
     values = {}
     for spec in unit.parameters:
         module, attribute = spec.places[0]
-        spec.replace(module._parameters[attribute])
+        spec.replace(cast(nn.Parameter, module._parameters[attribute]))
         values[spec.name] = spec.parameter.detach().reshape(-1)
     return lambda p, start, stop: values[p.name][start:stop].float()
 
@@ -84,10 +87,15 @@ def _make_real(module: nn.Module, name: str, seed: int) -> None:
             wanted="a reset_parameters() method on every module with tensors of its own",
             remedy="add the method, or pass the model with its values instead of on the meta device",
         )  # fmt: skip
+    # A tied parameter of the module may belong to another unit that is built already: it must survive this.
+    built = {key: p for key, p in module._parameters.items() if p is not None and not p.is_meta}
+    for key, parameter in built.items():
+        module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     module.to_empty(device="cpu", recurse=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed(name, seed))
         reset()
+    module._parameters.update(built)
 
 
 def _broadcast(unit: UnitSpec, comm: Communicator) -> ValueSource:

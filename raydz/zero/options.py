@@ -6,7 +6,7 @@ Neighbours: `engine.py` maps the configuration onto this; `sharded.py` and `sche
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +16,17 @@ _LARGEST_BUCKET = 500_000_000
 _LARGEST_PREFETCH = 50_000_000
 _LARGEST_PERSISTENT = 100_000
 _UNLIMITED = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class ZeroSizes:
+    """`ZeroOptions` with nothing left open."""
+
+    bucket_numel: int
+    prefetch_numel: int
+    persistence_numel: int
+    max_live_numel: int
+    wire_dtype: torch.dtype | None
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class ZeroOptions:
     max_live_numel: int | None = None
     wire_dtype: torch.dtype | None = None
 
-    def resolved(self, units: Sequence[UnitSpec]) -> ZeroOptions:
+    def resolved(self, units: Sequence[UnitSpec]) -> ZeroSizes:
         """Fill what is None: one unit ahead, and only norms and biases persistent, however small the model.
 
         DeepSpeed's fixed defaults (5e8, 5e7, 1e5) exceed a small model, which then takes more memory at stage 3 than
@@ -44,12 +55,12 @@ class ZeroOptions:
         """
         sizes = [sum(spec.parameter.numel() for spec in unit.parameters) for unit in units]
         largest = max([1, *sizes[1:]] if len(sizes) > 1 else [1, *sizes])
-        return replace(
-            self,
+        return ZeroSizes(
             bucket_numel=_LARGEST_BUCKET if self.bucket_numel is None else max(1, self.bucket_numel),
             prefetch_numel=_first(self.prefetch_numel, min(_LARGEST_PREFETCH, largest)),
             persistence_numel=_first(self.persistence_numel, min(_LARGEST_PERSISTENT, largest // 64)),
             max_live_numel=_first(self.max_live_numel, _UNLIMITED),
+            wire_dtype=self.wire_dtype,
         )
 
 

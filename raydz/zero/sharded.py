@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -28,6 +29,10 @@ from raydz.zero.units import ParameterSpec, UnitSpec, find_units
 _MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
+class ForwardCall:
+    """One call of a unit's forward. Its graph holds it, so that a graph which is dropped takes it along."""
+
+
 @dataclass(eq=False)
 class Unit:
     """A unit at run time: its flat groups, and what of its backward is still to come."""
@@ -35,12 +40,19 @@ class Unit:
     spec: UnitSpec
     groups: list[FlatGroup] = field(default_factory=list)
     gradients: list[GroupGradients] = field(default_factory=list)
-    open_inputs: int = 0
-    """Forward calls whose inputs still wait for their gradients; counted only where frozen parameters need it."""
+    open_calls: WeakSet[ForwardCall] = field(default_factory=WeakSet)
+    """Calls whose inputs still wait for their gradients, while their graphs live; only where frozen parameters are."""
+    recomputed: ForwardCall | None = None
+    """An open call without inputs to follow: it lasts until backward ends."""
 
     @property
     def numel(self) -> int:
         return sum(group.layout.padded_numel for group in self.groups)
+
+    @property
+    def released_numel(self) -> int:
+        """Elements that a gather would add to what is live."""
+        return sum(g.layout.padded_numel for g in self.groups if not g.keeps_parameters and not g.live_numel)
 
     @property
     def has_frozen(self) -> bool:
@@ -53,7 +65,7 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """Whether this backward has nothing more to do with the unit."""
-        return all(grads.pending == 0 for grads in self.gradients) and self.open_inputs == 0
+        return all(grads.pending == 0 for grads in self.gradients) and not self.open_calls
 
     def launch_gather(self) -> None:
         for group in self.groups:
@@ -179,7 +191,8 @@ class ShardedModel:
         unit.launch_gather()
         ahead = 0
         for next_unit in following:
-            if ahead >= self.options.prefetch_numel or self._live_numel() >= self.options.max_live_numel:
+            is_full = self._live_numel() + next_unit.released_numel > self.options.max_live_numel
+            if ahead >= self.options.prefetch_numel or is_full:
                 break
             if not (self.in_backward and next_unit.spec.is_lookup):
                 next_unit.launch_gather()
@@ -219,10 +232,19 @@ class ShardedModel:
         """Autograd has finished one parameter: take its gradient, and start what has become possible.
 
         Raises:
-            TrainingError: backward was not declared; or a second gradient came for a group whose reduction runs.
+            TrainingError: backward was not declared; a second gradient came for a group whose reduction runs; or the
+                parameter was used without its unit, so with old values.
         """
         grad, parameter.grad = parameter.grad, None
         self._require_declared()
+        group = grads.group
+        if not group.is_gathered and (group.keeps_parameters or not unit.spec.is_lookup):
+            raise TrainingError(
+                "a parameter was used outside the forward of the module it is gathered with, so with old values",
+                where=group.specs[index].name, wanted=f"a call of {unit.spec.name or 'the model'}",
+                remedy="call the module, or set parallel.units so that a module around its use is the unit",
+            )  # fmt: skip
+        assert grad is not None  # autograd has just accumulated it
         grads.accumulate(index, grad)
         self.unit_progressed(unit)
 
@@ -244,7 +266,7 @@ class ShardedModel:
     def end_backward(self) -> None:
         """Reduce what no hook completed (parameters without a gradient give zeros) and release everything."""
         for unit in self.units:
-            unit.open_inputs = 0
+            unit.recomputed = None
         while self._to_reduce:
             self._launch_next_reduction()
         while self._in_flight:
@@ -258,7 +280,7 @@ class ShardedModel:
         self._to_reduce.clear()
         self._in_flight.clear()
         for unit in self.units:
-            unit.open_inputs = 0
+            unit.recomputed = None
         for grads in self.gradients:
             grads.drop()
 

@@ -13,6 +13,8 @@ from torch import nn
 
 from raydz.errors import ConfigError
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
 
 @dataclass(eq=False)
 class ParameterSpec:
@@ -40,8 +42,10 @@ class UnitSpec:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether backward does not need the weights: an embedding table."""
-        return isinstance(self.module, nn.Embedding)
+        """Whether backward does not need the weights: an embedding table, and nothing else."""
+        module = self.module
+        is_plain = isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward
+        return is_plain and list(module._parameters) == ["weight"] and not module._modules
 
 
 def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[UnitSpec]:
@@ -55,7 +59,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
         patterns: shell patterns of module names that become units instead.
 
     Raises:
-        ConfigError: a pattern matches no module with parameters.
+        ConfigError: a pattern matches no module with parameters, or a container, whose forward never runs.
     """
     modules = dict(model.named_modules())
     names = _matching(modules, patterns) if patterns else _automatic(model, modules)
@@ -63,17 +67,26 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     by_path = dict(model.named_modules(remove_duplicate=False))
     for spec in _parameters(model):
         units[_common_unit([spec.name, *spec.aliases], units, by_path)].parameters.append(spec)
-    return [unit for unit in units.values() if unit.parameters or unit.name == ""]
+    found = [unit for unit in units.values() if unit.parameters or unit.name == ""]
+    for unit in found[1:]:
+        if isinstance(unit.module, _CONTAINERS):
+            raise ConfigError(
+                "a container is never called, so it cannot be a unit", where="parallel.units",
+                got=f"{unit.name} ({type(unit.module).__name__})", wanted="modules with a forward",
+                remedy=f"name what it contains, for example {unit.name}.0",
+            )  # fmt: skip
+    return found
 
 
 def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[str]:
+    candidates = [name for name, module in modules.items() if name and any(True for _ in module.parameters())]
     for pattern in patterns:
-        if not any(name and fnmatchcase(name, pattern) for name in modules):
+        if not any(fnmatchcase(name, pattern) for name in candidates):
             raise ConfigError(
-                "no module has this name", where="parallel.units", got=pattern, wanted="a pattern of module names",
-                remedy="for example " + ", ".join([name for name in modules if name][:3]),
+                "no module with parameters has this name", where="parallel.units", got=pattern,
+                wanted="a pattern of module names", remedy="for example " + ", ".join(candidates[:3]),
             )  # fmt: skip
-    return [name for name in modules if name and any(fnmatchcase(name, p) for p in patterns)]
+    return [name for name in candidates if any(fnmatchcase(name, p) for p in patterns)]
 
 
 def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:

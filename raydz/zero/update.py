@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raydz.errors import TrainingError
 from raydz.ops.reduction import sum_squares
 from raydz.optim import Optimizer, combine_norms
 from raydz.zero.gradients import GroupGradients
@@ -64,7 +65,15 @@ class ShardedOptimizer:
         """Norm of the whole model's gradient, as one process would see it; not finite if any element is not.
 
         Collective and blocking: every rank, once a step. Units: of the loss's gradient.
+
+        Raises:
+            TrainingError: no backward has run since the last step.
         """
+        if any(grads.reduced is None for grads in self._sharded.gradients):
+            raise TrainingError(
+                "a step has no gradients", got="no finished backward since the last step",
+                wanted="engine.backward(loss), then engine.step()",
+            )  # fmt: skip
         comm = self._sharded.comms.reduce
         local = sum(sum_squares(grads.norm_part()) for grads in self._sharded.gradients)
         return combine_norms(row[0] for row in comm.all_gather_values([local]))
@@ -75,7 +84,7 @@ class ShardedOptimizer:
             part.name
             for grads in self._sharded.gradients
             for part in _owned_parts(grads)
-            if not bool(grads.reduced[part.offset : part.offset + part.stop - part.start].isfinite().all())
+            if not bool(grads.sums[part.offset : part.offset + part.stop - part.start].isfinite().all())
         ]
         return list(dict.fromkeys(names))[:limit]
 
@@ -90,7 +99,7 @@ class ShardedOptimizer:
             for run in runs:
                 piece = slice(run.start, run.stop)
                 self.optimizer.update(
-                    grads.group.weights.slice(run.start, run.stop), grads.reduced[piece],
+                    grads.group.weights.slice(run.start, run.stop), grads.sums[piece],
                     {name: tensor[piece] for name, tensor in state.items()},
                     step=step, lr=lr, weight_decay=run.weight_decay, grad_scale=grad_scale,
                 )  # fmt: skip

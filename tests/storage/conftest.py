@@ -8,20 +8,25 @@ from pathlib import Path
 import pytest
 
 from raydz.storage import S3Options, Store, open_store
-from tests.support.seaweed import set_aws_environment
+from tests.support.seaweed import SeaweedServer, set_aws_environment
 
 MIB = 1 << 20
 
 SMALL_PARTS = {"part_bytes_min": 5 * MIB, "part_bytes_max": 5 * MIB}
 
 
-@pytest.fixture(params=["local", "s3", "s3-crc64nvme", "s3-https", "s3-https-crc32c", "s3-off"])
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("s3_server", marks=pytest.mark.s3),
+        pytest.param("s3_server_https", marks=pytest.mark.s3),
+    ]
+)
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
     """An empty store; parts of uploads are as small as S3 allows."""
     if request.param == "local":
         return open_store(str(tmp_path / "store"))
-    server = request.getfixturevalue("s3_server_https" if "https" in request.param else "s3_server")
+    server: SeaweedServer = request.getfixturevalue(request.param)
     set_aws_environment(monkeypatch, server.env)
-    checksum = {"crc64nvme": "crc64nvme", "crc32c": "crc32c", "off": "off"}.get(request.param.split("-")[-1], "auto")
-    options = S3Options(endpoint_url=server.endpoint_url, checksum=checksum, **SMALL_PARTS)
-    return open_store(f"s3://{server.bucket()}/runs/{uuid.uuid4().hex[:8]}", options)
+    options = S3Options(endpoint_url=server.endpoint_url, **SMALL_PARTS)
+    return open_store(f"s3://{server.shared_bucket}/runs/{uuid.uuid4().hex[:8]}", options)

@@ -35,6 +35,14 @@ def test_credentials_in_an_endpoint_are_refused_and_not_repeated(url: str) -> No
     assert SECRET[:8] not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_credentials_in_an_endpoint_of_the_environment_are_refused_too(name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, f"http://AKIA:{SECRET.replace('/', '')}@127.0.0.1:1")
+    with pytest.raises(ConfigError, match="credentials in an endpoint") as caught:
+        open_store("s3://bucket/x").probe_writable()
+    assert SECRET[:8] not in str(caught.value)
+
+
 def test_no_option_can_hold_a_key() -> None:
     names = {field.name for field in dataclasses.fields(S3Options)}
     assert not {name for name in names if "secret" in name or "access" in name or "token" in name}

@@ -24,6 +24,8 @@ from raydz.storage.s3 import S3Store
 from tests.support.fault_proxy import Fault, fault_proxy
 from tests.support.seaweed import ACCESS_KEY, SECRET_KEY, SeaweedServer, free_ports
 
+pytestmark = pytest.mark.s3
+
 MIB = 1 << 20
 PROBE_LIMIT_S = 10.0
 

@@ -14,6 +14,8 @@ from raydz.storage.s3 import S3Store
 from tests.support.fault_proxy import Fault, FaultProxy, fault_proxy
 from tests.support.seaweed import SeaweedServer
 
+pytestmark = pytest.mark.s3
+
 MIB = 1 << 20
 BODY = random.Random(3).randbytes(2 * MIB)
 

@@ -18,7 +18,9 @@ from raydz.storage import AlreadyExists, S3Options, Store, StoreUnavailable, ope
 from raydz.storage.s3 import S3Store
 from raydz.storage.s3_writer import MAX_PARTS, part_bytes_for
 from tests.support.fault_proxy import Fault, FaultProxy, fault_proxy
-from tests.support.seaweed import SeaweedServer
+from tests.support.seaweed import SeaweedServer, set_aws_environment
+
+pytestmark = pytest.mark.s3
 
 MIB = 1 << 20
 SMALL = {"part_bytes_min": 5 * MIB, "part_bytes_max": 5 * MIB}
@@ -201,11 +203,25 @@ def test_a_bit_flipped_on_the_way_is_refused_by_the_store(
     assert store.list() == []
 
 
+@pytest.mark.parametrize("checksum", ["auto", "crc64nvme", "crc32c", "crc32", "off"])
+def test_every_checksum_works_over_https(
+    s3_server_https: SeaweedServer, checksum: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_aws_environment(monkeypatch, s3_server_https.env)
+    options = S3Options(endpoint_url=s3_server_https.endpoint_url, checksum=checksum, **SMALL)
+    store = open_store(f"s3://{s3_server_https.shared_bucket}/{checksum}", options)
+    store.probe_writable()
+    for size in (0, 1000, 12 * MIB + 1):
+        body = random.Random(size).randbytes(size)
+        store.put("put", body)
+        with store.writer("written") as out:
+            out.write(body)
+        assert store.get("put") == store.get("written") == body
+
+
 def test_trailing_checksums_are_sent_over_https(
     s3_server_https: SeaweedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.support.seaweed import set_aws_environment
-
     set_aws_environment(monkeypatch, s3_server_https.env)
     store = open_store(
         f"s3://{s3_server_https.bucket()}", S3Options(endpoint_url=s3_server_https.endpoint_url, **SMALL)

@@ -124,13 +124,16 @@ class _Server(ThreadingHTTPServer):
 @contextmanager
 def fault_proxy(upstream_url: str) -> Iterator[FaultProxy]:
     """Run a proxy in front of `upstream_url` (http only) for the length of a with block."""
-    handler = type("Handler", (_Handler,), {"upstream": urlsplit(upstream_url).netloc})
-    server = _Server(("127.0.0.1", 0), handler)
-    handler.proxy = FaultProxy(f"http://127.0.0.1:{server.server_address[1]}")
+
+    class Handler(_Handler):
+        upstream = urlsplit(upstream_url).netloc
+
+    server = _Server(("127.0.0.1", 0), Handler)
+    Handler.proxy = FaultProxy(f"http://127.0.0.1:{server.server_address[1]}")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
     try:
-        yield handler.proxy
+        yield Handler.proxy
     finally:
         server.shutdown()
         server.server_close()

@@ -1,6 +1,7 @@
 """A real S3 server for tests: SeaweedFS, one process on free ports in a folder of its own.
 
-Neighbours: `tests/conftest.py` exports the fixtures; tests ask for `s3_server` (or `s3_server_https`) and `s3_env`.
+Neighbours: `tests/conftest.py` exports the fixtures; tests ask for `s3_server` (or `s3_server_https`) and `s3_env`,
+and carry the mark `s3`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,7 +62,12 @@ class SeaweedServer:
             client.delete_object(Bucket=name, Key="first")
         return name
 
-    def client(self):
+    @cached_property
+    def shared_bucket(self) -> str:
+        """A bucket for tests that keep to a prefix of their own."""
+        return self.bucket()
+
+    def client(self) -> Any:
         """A plain boto3 client: the independent eye of the tests."""
         import boto3
         from botocore.config import Config

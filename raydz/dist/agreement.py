@@ -1,6 +1,6 @@
 """Let all ranks know what happened on one: results, and above all errors, so that nobody waits for a rank that left.
 
-Neighbours: `setup.py` and `loop.py` wrap in these whatever can fail on a single rank.
+Neighbours: `train/setup.py` and `Engine.load_checkpoint` wrap in these whatever can fail on a single rank.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from raydz import errors
-from raydz.dist import Communicator
+from raydz.dist.collectives import Communicator
 from raydz.errors import RaydzError
 
 T = TypeVar("T")
@@ -53,8 +53,8 @@ def _attempt(work: Callable[[], T]) -> dict:
     try:
         return {"value": work()}
     except RaydzError as error:
-        fields = {k: None if v is None else str(v) for k, v in vars(error).items()}
-        return {"error": {"type": _known_type(error), **fields}}
+        fields = {k: None if v is None else str(v) for k, v in error.fields().items()}
+        return {"error": {"type": _known_type(error), "retryable": error.retryable, **fields}}
 
 
 def _known_type(error: RaydzError) -> str:
@@ -63,4 +63,7 @@ def _known_type(error: RaydzError) -> str:
 
 
 def _rebuild(fields: dict) -> RaydzError:
-    return getattr(errors, fields.pop("type"))(fields.pop("what"), **fields)
+    retryable = fields.pop("retryable")
+    error = getattr(errors, fields.pop("type"))(**fields)
+    error.retryable = retryable  # a class that only a higher layer knows may differ from its base in this
+    return error

@@ -1,0 +1,131 @@
+"""The command `raydz`: one function a command, each of them parse, call, print.
+
+Neighbours: `report.py`, `checkpoint.py` and `raydz.config` do the work, `printing.py` the looks. What takes seconds to
+import is imported inside the command that needs it, so that `raydz --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from raydz import log
+from raydz.errors import RaydzError
+from raydz.version import __version__
+
+
+class TypedErrors(TyperGroup):
+    """A group of commands whose typed errors end in a message and exit code 1, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except RaydzError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            raise typer.Exit(1) from None
+
+
+# Rich tracebacks would print local variables, credentials among them.
+_PLAIN = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
+app = typer.Typer(cls=TypedErrors, help="raydz: ZeRO-sharded training on Ray.", **_PLAIN)  # type: ignore[arg-type]
+checkpoints = typer.Typer(help="Look at checkpoints.", **_PLAIN)  # type: ignore[arg-type]
+app.add_typer(checkpoints, name="checkpoint")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint that is not AWS; else AWS_ENDPOINT_URL counts.")]
+Uri = Annotated[str, typer.Argument(metavar="URI", help="Folder or s3://bucket/prefix.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"raydz {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Called before every command."""
+    log.setup()
+
+
+@app.command()
+def report(
+    s3: Annotated[str | None, typer.Option(metavar="URI", help="Write, read and delete an object below this.")] = None,
+    endpoint_url: Endpoint = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is installed, what this machine has, and what is wrong with it.
+
+    Exit code 0, whatever was found; 1 if --s3 was given and that place cannot be used.
+    """
+    from raydz.cli import printing
+    from raydz.cli import report as collected
+
+    findings = collected.collect(s3, endpoint_url)
+    if as_json:
+        print(json.dumps(collected.as_json(findings), indent=1))
+    else:
+        printing.print_findings(findings, collected.closing_line(findings))
+    if s3 is not None and any(finding.name == "s3" and finding.state != "ok" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def config(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML or JSON of a run.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks for the batch sizes [default: scaling.num_workers].")] = None,
+) -> None:
+    """Print the resolved configuration of a run, and how its batch is cut; it loads as a file again."""
+    from raydz.config import load
+
+    found = load(file, overrides or ())
+    print(found.to_yaml(), end="")
+    world_size = found.scaling.num_workers if ranks is None else ranks
+    batch = found.batch(world_size)
+    print(
+        f"# {world_size} ranks: train_batch_size {batch.global_batch} = train_micro_batch_size_per_gpu "
+        f"{batch.micro_batch} * gradient_accumulation_steps {batch.accumulation} * {world_size}"
+    )
+
+
+@checkpoints.command("ls")
+def list_checkpoints(uri: Uri, endpoint_url: Endpoint = None, as_json: Json = False) -> None:
+    """List the committed checkpoints of a run, or of all runs in a folder."""
+    from raydz.storage import S3Options, open_store
+
+    store = open_store(uri, S3Options(endpoint_url=endpoint_url))
+    from raydz.cli import checkpoint, printing  # torch comes with it: after the URI was found to be one
+
+    listing = checkpoint.list_checkpoints(store)
+    if as_json:
+        found = [{"folder": item.folder, **item.summary, "fault": item.fault} for item in listing.committed]
+        print(json.dumps({"committed": found, "uncommitted": listing.uncommitted}, indent=1))
+    else:
+        printing.print_listing(store.uri, listing)
+
+
+@checkpoints.command("show")
+def show_checkpoint(uri: Uri, endpoint_url: Endpoint = None, as_json: Json = False) -> None:
+    """Describe one checkpoint, or the newest one in a folder; its tensors are not read."""
+    from raydz.storage import S3Options, open_store
+
+    store = open_store(uri, S3Options(endpoint_url=endpoint_url))
+    from raydz.checkpoint import open_checkpoint  # torch comes with it: after the URI was found to be one
+    from raydz.cli import checkpoint, printing
+
+    folder, manifest = open_checkpoint(store)
+    found = checkpoint.describe(store, folder, manifest)
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        printing.print_checkpoint(found)

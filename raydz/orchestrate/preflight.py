@@ -1,0 +1,50 @@
+"""What can be known before a worker group starts, asked on a worker's host: version, storage, data.
+
+Neighbours: `fit.py` calls `run_preflight`. A group takes many seconds to start and Ray Train would retry it; this
+takes a few and fails with the same typed errors. What it prepares (tokens) the workers of that host find ready.
+"""
+
+from __future__ import annotations
+
+import ray
+
+from raydz import log
+from raydz.config import Config
+from raydz.errors import PlacementError, RaydzError
+from raydz.version import __version__
+
+
+def run_preflight(config: Config, resources: dict[str, float]) -> None:
+    """Run the checks in a task with a worker's resources.
+
+    Blocking: until a host with these resources has run them.
+
+    Raises:
+        RaydzError: whatever is wrong, as the worker would have said it.
+    """
+    other = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
+    task = _check.options(num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=other)
+    error = ray.get(task.remote(config, __version__))
+    if error is not None:
+        raise error
+
+
+@ray.remote(max_retries=1)
+def _check(config: Config, driver_version: str) -> RaydzError | None:
+    """The first thing that is wrong, returned rather than raised, so that it arrives as it is."""
+    log.setup(0)
+    if driver_version != __version__:
+        return PlacementError(
+            "the cluster has another raydz than the driver",
+            got=f"{__version__} on {ray.util.get_node_ip_address()}",
+            wanted=driver_version,
+            remedy="install the same version on every node, or keep raydz/ out of the job's working directory",
+        )
+    from raydz.train.setup import prepare_data, run_store
+
+    try:
+        run_store(config).probe_writable()
+        prepare_data(config)
+    except RaydzError as error:
+        return error
+    return None

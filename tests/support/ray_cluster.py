@@ -1,0 +1,121 @@
+"""A real Ray on this machine for a test session: its own ports and session folder, ended by pid without `ray stop`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import free_port
+
+BIN = Path(sys.executable).parent
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """How a test's subprocess reaches the cluster."""
+
+    env: dict[str, str]
+    address: str
+    dashboard: str
+    session_dir: str
+
+    def give_credentials(self, access_key: str, secret_key: str) -> None:
+        """Let every node reach S3, as an instance role would: workers have the cluster's environment, not a driver's."""
+        text = f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n"
+        Path(self.env["AWS_SHARED_CREDENTIALS_FILE"]).write_text(text)
+
+    def pids(self) -> list[int]:
+        """Every living process that was started for this cluster (their environment names its session folder)."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                text = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            if self.session_dir.encode() in text:
+                found.append(int(entry.name))
+        return found
+
+
+def end_orphans() -> None:
+    """End clusters whose test session was killed before it could (ours is found by the pid in its environment)."""
+    for entry in Path("/proc").iterdir():
+        try:
+            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
+        except OSError:
+            continue
+        owners = [value for value in variables if value.startswith(b"RAYDZ_TEST_OWNER=")]
+        if owners and not Path(f"/proc/{owners[0].partition(b'=')[2].decode()}").exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(entry.name), signal.SIGKILL)
+
+
+def start_cluster(num_cpus: int = 4) -> RayCluster:
+    """Start a head and wait until it answers."""
+    end_orphans()
+    session_dir = tempfile.mkdtemp(prefix="rdz", dir="/tmp")
+    port, dashboard = _port(), _port()
+    env = {
+        **os.environ,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_DEDUP_LOGS": "0",
+        "RAYDZ_TEST_SESSION": session_dir,
+        "RAYDZ_TEST_OWNER": str(os.getpid()),
+        "AWS_SHARED_CREDENTIALS_FILE": f"{session_dir}/aws-credentials",
+        "OMP_NUM_THREADS": "1",
+    }
+    env.pop("RAY_ADDRESS", None)
+    command = [
+        str(BIN / "ray"), "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={_port()}",
+        f"--dashboard-agent-listen-port={_port()}", f"--num-cpus={num_cpus}", "--object-store-memory=200000000",
+        f"--temp-dir={session_dir}",
+    ]  # fmt: skip
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    address = f"127.0.0.1:{port}"
+    return RayCluster({**env, "RAY_ADDRESS": address}, address, f"http://127.0.0.1:{dashboard}", session_dir)
+
+
+def _port() -> int:
+    """A free port outside the range that Ray hands to its workers."""
+    while 10000 < (port := free_port()) < 20000:
+        pass
+    return port
+
+
+def stop_cluster(cluster: RayCluster) -> None:
+    """End every process of the cluster and remove its folder."""
+    deadline = time.monotonic() + 20
+    while (pids := cluster.pids()) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid != os.getpid():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        if set(cluster.pids()) <= {os.getpid()}:
+            break
+    shutil.rmtree(cluster.session_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayCluster]:
+    """One head node for the whole session."""
+    cluster = start_cluster()
+    yield cluster
+    stop_cluster(cluster)
