@@ -6,13 +6,14 @@ metrics.
 
 from __future__ import annotations
 
+from typing import Any
+
 import ray
 
 from raydz.errors import RaydzError
 from raydz.train import Result
 
 
-@ray.remote(num_cpus=0)
 class Board:
     """One for each attempt, owned by the driver."""
 
@@ -35,3 +36,8 @@ class Board:
     def result(self) -> Result | None:
         """The result, if rank 0 came to an end."""
         return self._result
+
+
+def new_board() -> Any:
+    """Start a board; it takes no CPU from the workers and ends with the driver."""
+    return ray.remote(num_cpus=0)(Board).remote()

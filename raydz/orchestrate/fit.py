@@ -1,7 +1,7 @@
 """`raydz.fit`: one Ray Train run whose workers call the training loop, restarted from the newest checkpoint.
 
 Neighbours: `jobs/pretrain.py` calls `fit`; `worker.py` runs on every rank; `preflight.py` fails early; `board.py`
-carries results and errors home; `policy.py` decides about restarts; `cluster.py` connects. What a restart does stands in README.md, "A restart".
+carries results and errors home; `policy.py` decides about restarts; `cluster.py` connects. See README.md, "A restart".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from raydz import log
 from raydz.config import Config, check_trainable, load, resolve_paths
 from raydz.errors import PlacementError, RaydzError, TrainingError
-from raydz.orchestrate.board import Board
+from raydz.orchestrate.board import new_board
 from raydz.orchestrate.cluster import check_resources, connect
 from raydz.orchestrate.policy import GiveUp, decide
 from raydz.orchestrate.preflight import run_preflight
@@ -62,7 +62,7 @@ def fit(
     run_preflight(config, resources)
     num_failures = 0
     while True:
-        board = Board.remote()
+        board = new_board()
         task = WorkerTask(config=config, model=model, loss=loss, board=board)
         try:
             _trainer(config, task, resources).fit()

@@ -19,6 +19,7 @@ from raydz.errors import RaydzError
 from raydz.train import run_training
 from raydz.train.build import LossFunction, ModelFunction
 
+
 @dataclass(frozen=True)
 class WorkerTask:
     """What a worker is told; travels to it by Ray's serialiser."""

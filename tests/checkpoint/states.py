@@ -116,12 +116,17 @@ def load_and_save(rank: int, world_size: int, setup: Setup, uri: str, again: str
 
     engine = build(setup)
     train(engine, 1, 1)  # whatever a load does not overwrite shows
+    with torch.no_grad():
+        engine(torch.ones(2))  # gathers, so that a load has copies to make stale
     store = open_store(uri, options)
     folder, manifest = open_checkpoint(store)
     num_bytes = engine.load_from(store, folder, manifest)
     held = [(p.kind, p.names, p.start, p.stop) for p in state_pieces(engine.sharded, engine.optimizer, saving=False)]
     engine.save_checkpoint(again)
-    found = {"weights": numpy_state(engine), "steps": engine.global_steps, "bytes": num_bytes, "held": held}
+    with engine.gathered():
+        shown = {name: p.detach().float().numpy().copy() for name, p in engine.module.named_parameters()}
+    found = {"weights": numpy_state(engine), "steps": engine.global_steps}
+    found |= {"bytes": num_bytes, "held": held, "shown": shown}
     engine.destroy()
     return found
 

@@ -55,6 +55,8 @@ def check_resharding(ranks, case: dict) -> None:
         assert_same_bits(loaded[0]["weights"], as_held_in(case["bf16"][1], saved[0]["weights"]))
         pieces = stored_pieces(only_checkpoint(first))
         for rank in loaded:
+            for name, values in rank["shown"].items():
+                np.testing.assert_array_equal(values, as_computed_with(case["bf16"][1], loaded[0]["weights"][name]))
             assert rank["bytes"] == chunks_that_hold(pieces, rank["held"])
 
 
@@ -64,6 +66,11 @@ def as_held_in(bf16: bool, tensors: dict) -> dict:
         return tensors
     rounded = {k: torch.from_numpy(v).bfloat16().float().numpy() for k, v in tensors.items() if "frozen" in k}
     return tensors | rounded
+
+
+def as_computed_with(bf16: bool, master: np.ndarray) -> np.ndarray:
+    """What a forward sees of a master: in bf16, the nearest one."""
+    return torch.from_numpy(master).bfloat16().float().numpy() if bf16 else master
 
 
 def assert_whole_state_fits(tensors: dict, weights: dict, case: dict) -> None:

@@ -1,4 +1,4 @@
-"""A Ray worker is killed in mid-run, for real: the run goes on from the newest checkpoint as if nothing had happened."""
+"""A Ray worker is killed for real in mid-run; the run goes on from its newest checkpoint as if nothing had happened."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ class Case:
     prefetch: int | None = None
     tied: bool = False
     checkpointing: bool = False
+    ordered: bool = False
     clip: float = 0.5
     weight_decay: float = 0.1
 
@@ -67,10 +68,11 @@ def build_model(case: Case, device: str):
 
 def loss_sum(model, batch) -> Tensor:
     logits = model(batch["input_ids"])
-    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=-100, reduction="sum")
+    labels = batch["labels"].flatten().to(logits.device)
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels, ignore_index=-100, reduction="sum")
 
 
-def train_with_engine(rank: int, world_size: int, case: Case) -> Outcome | None:
+def train_with_engine(rank: int, world_size: int, case: Case, device: str = "cpu") -> Outcome | None:
     """Runs on every rank of a pool; rank 0 returns the outcome."""
     import raydz.engine
     from raydz.config import load_engine
@@ -85,10 +87,13 @@ def train_with_engine(rank: int, world_size: int, case: Case) -> Outcome | None:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": case.weight_decay}},
             "bf16": {"enabled": case.bf16},
             "zero_optimization": {k: v for k, v in zero.items() if v is not None},
-            "parallel": {"gradient_reduction": "boundary" if case.boundary else "micro_batch"},
+            "parallel": {
+                "gradient_reduction": "boundary" if case.boundary else "micro_batch",
+                "ordered_collectives": True if case.ordered else "auto",
+            },
         }
     )
-    engine = raydz.engine.initialize(build_model(case, "meta"), config, device="cpu")
+    engine = raydz.engine.initialize(build_model(case, "meta"), config, device=device)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         batch = batch_for(step)

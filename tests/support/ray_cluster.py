@@ -31,7 +31,7 @@ class RayCluster:
     session_dir: str
 
     def give_credentials(self, access_key: str, secret_key: str) -> None:
-        """Let every node reach S3, as an instance role would: workers have the cluster's environment, not a driver's."""
+        """Let every node reach S3 as a role would: workers have the cluster's environment, not a driver's."""
         text = f"[default]\naws_access_key_id = {access_key}\naws_secret_access_key = {secret_key}\n"
         Path(self.env["AWS_SHARED_CREDENTIALS_FILE"]).write_text(text)
 

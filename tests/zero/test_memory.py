@@ -98,6 +98,50 @@ def test_max_live_parameters_bounds_what_is_gathered_ahead(ranks) -> None:
         assert found["peak"] <= limit
 
 
+def bytes_held(rank: int, world_size: int, run: Run) -> int:
+    """Bytes of weights, states and gradients on this rank between backward and step, each storage once."""
+    engine = start(run)
+    train_step(engine, run, rank, world_size, 1)
+    batch = batch_for(2)
+    for i in range(run.accumulation):
+        micro = part(part(batch, rank, world_size), i, run.accumulation)
+        engine.backward(token_loss(engine, micro, rank, 2), denominator=num_labels(batch))
+        if i + 1 < run.accumulation:
+            engine.step()
+    tensors = [t for group in engine.sharded.groups for t in (group.full, group.weights.compute, group.weights.low)]
+    tensors += [t for state in engine.optimizer.states for t in state.values()]
+    tensors += [t for grads in engine.sharded.gradients for t in (grads._full, grads.reduced)]
+    held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    engine.destroy()
+    return sum(held.values())
+
+
+# Bytes an element on every rank, and bytes an element of its shard: the table in raydz/zero/README.md.
+BYTES = {
+    ("fp32", 0): (16, 0), ("fp32", 1): (8, 12), ("fp32", 2): (4, 12), ("fp32", 3): (0, 16),
+    ("bf16", 0): (18, 0), ("bf16", 1): (4, 14), ("bf16", 2): (2, 14), ("bf16", 3): (0, 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "stage"), BYTES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_stage_holds_what_the_table_says(ranks, world: int, dtype: str, stage: int) -> None:
+    embed, block, head, root = sizes(world)
+    psi = embed + BLOCKS * block + head + root
+    everywhere, sharded = BYTES[dtype, stage]
+    for held in ranks(world).run(bytes_held, memory_run(stage).with_(bf16=dtype == "bf16")):
+        assert held == everywhere * psi + sharded * psi // world
+
+
+def test_summing_micro_batches_in_bf16_costs_two_bytes_more_at_stage_1_and_none_at_stage_2(ranks) -> None:
+    embed, block, head, root = sizes(2)
+    psi = embed + BLOCKS * block + head + root
+    run = memory_run(1).with_(bf16=True, accumulation=2)
+    assert ranks(2).run(bytes_held, run) == [6 * psi + 14 * psi // 2] * 2
+    run = memory_run(2).with_(bf16=True, accumulation=2)
+    assert ranks(2).run(bytes_held, run) == [2 * psi + 14 * psi // 2] * 2
+
+
 def count_elements(rank: int, world_size: int, run: Run) -> list[int]:
     """Elements this rank sends in each of three steps (scalars of norm and skip are not tensors of the clock)."""
     engine, sent = start(run), []
