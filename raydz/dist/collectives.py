@@ -170,8 +170,12 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, *, source: int = 0) -> None:
         """Copy `tensor` of group rank `source` into every rank's. Collective and blocking."""
-        if self.world_size > 1 and tensor.numel():
-            dist.broadcast(tensor, group=self.group, group_src=source)
+        if self.world_size == 1 or not tensor.numel():
+            return
+        moved = tensor if self.is_gloo or tensor.is_cuda else tensor.cuda()  # NCCL sends device memory only
+        dist.broadcast(moved, group=self.group, group_src=source)
+        if moved is not tensor:
+            tensor.copy_(moved)
 
     def barrier(self) -> None:
         """Return when every rank of the group has called this. Blocking: the host."""

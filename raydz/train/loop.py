@@ -172,7 +172,7 @@ def _result(run: Run, status: Literal["finished", "complete"]) -> Result:
         total_steps=run.config.train.steps,
         metrics=dict(run.metrics),
         checkpoint_uri=checkpoint_uri(run.store, run.newest_folder) if run.newest_folder else None,
-        mlflow_run_id=run.tracker.mlflow_run_id if run.tracker else None,
+        mlflow_run_id=run.tracker.mlflow_run_id if run.tracker else run.mlflow_run_id,
         mlflow_uri=mlflow_uri(run.config),
         unigram_entropy=run.prepared.unigram_entropy,
         sample=run.sample,

@@ -40,6 +40,7 @@ class Run:
         tokens_seen: valid tokens trained on so far.
         tracker: on rank 0 only.
         failed_saves: checkpoints in a row that could not be saved.
+        mlflow_run_id: what the loaded checkpoint says; once tracking has started, the tracker knows it.
     """
 
     config: Config
@@ -60,6 +61,7 @@ class Run:
     newest_folder: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     sample: str | None = None
+    mlflow_run_id: str | None = None
 
 
 def storage_options(config: Config) -> S3Options:
@@ -166,6 +168,7 @@ def _load(run: Run) -> None:
     if run.start.store_uri == run.store.uri:
         run.newest_folder = run.start.folder
         run.metrics = dict(state["metrics"])
+        run.mlflow_run_id = state["mlflow_run_id"]
     _logger.info("resumed from %s/%s at step %d", run.start.store_uri, run.start.folder, run.step)
 
 

@@ -5,6 +5,8 @@ Neighbours: `__main__.py` and `jobs/pretrain.py` print this.
 
 from __future__ import annotations
 
+import sys
+
 from raydz.train.result import Result
 
 
@@ -28,9 +30,9 @@ def describe_result(result: Result) -> str:
     if result.mlflow_uri:
         lines.append(f"MLflow run: {result.mlflow_run_id or 'the run of this name'} ({result.mlflow_uri})")
         if result.mlflow_uri.startswith("sqlite"):
-            lines.append(
-                f"open it with: mlflow ui --backend-store-uri {result.mlflow_uri}   then http://127.0.0.1:5000"
-            )
+            command = f"{sys.executable} -m mlflow ui --backend-store-uri {result.mlflow_uri}"
+            lines.append(f"open it with: {command}   then http://127.0.0.1:5000")
     if result.status == "complete":
-        lines.append("to train again: --set run.name=another-name; to go on: --set train.steps=more")
+        lines.append("to train it again: --set run.name=another-name")
+        lines.append(f"to train it further: --set run.name={result.run_name} --set train.steps=more")
     return "\n".join(lines)

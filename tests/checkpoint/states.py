@@ -124,7 +124,7 @@ def load_and_save(rank: int, world_size: int, setup: Setup, uri: str, again: str
     held = [(p.kind, p.names, p.start, p.stop) for p in state_pieces(engine.sharded, engine.optimizer, saving=False)]
     engine.save_checkpoint(again)
     with engine.gathered():
-        shown = {name: p.detach().float().numpy().copy() for name, p in engine.module.named_parameters()}
+        shown = {name: p.detach().clone().float().numpy() for name, p in engine.module.named_parameters()}
     found = {"weights": numpy_state(engine), "steps": engine.global_steps}
     found |= {"bytes": num_bytes, "held": held, "shown": shown}
     engine.destroy()

@@ -36,37 +36,39 @@ class RayCluster:
         Path(self.env["AWS_SHARED_CREDENTIALS_FILE"]).write_text(text)
 
     def pids(self) -> list[int]:
-        """Every living process that was started for this cluster (their environment names its session folder)."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                text = (entry / "environ").read_bytes() + b"\0" + (entry / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if self.session_dir.encode() in text:
-                found.append(int(entry.name))
-        return found
+        """Every living process of this cluster but the test session itself."""
+        return [pid for pid in _process_ids() if pid != os.getpid() and self.session_dir in _traces(pid)]
+
+
+def _process_ids() -> list[int]:
+    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+
+
+def _traces(pid: int) -> str:
+    """Arguments, environment and open files of a process; Ray's processes rename themselves over the first two."""
+    folder, found = Path(f"/proc/{pid}"), []
+    for name in ("cmdline", "environ"):
+        with contextlib.suppress(OSError):
+            found.append((folder / name).read_bytes().decode(errors="replace"))
+    with contextlib.suppress(OSError):
+        for link in (folder / "fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(os.readlink(link))
+    return "\n".join(found)
 
 
 def end_orphans() -> None:
-    """End clusters whose test session was killed before it could (ours is found by the pid in its environment)."""
-    for entry in Path("/proc").iterdir():
-        try:
-            variables = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdigit() else []
-        except OSError:
-            continue
-        owners = [value for value in variables if value.startswith(b"RAYDZ_TEST_OWNER=")]
-        if owners and not Path(f"/proc/{owners[0].partition(b'=')[2].decode()}").exists():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(entry.name), signal.SIGKILL)
+    """End clusters whose test session was killed before it could: their folders carry its pid in their names."""
+    for folder in Path("/tmp").glob("rdz-*-*"):
+        owner = folder.name.split("-")[1]
+        if not Path(f"/proc/{owner}").exists():
+            stop_cluster(RayCluster({}, "", "", str(folder)))
 
 
 def start_cluster(num_cpus: int = 4) -> RayCluster:
     """Start a head and wait until it answers."""
     end_orphans()
-    session_dir = tempfile.mkdtemp(prefix="rdz", dir="/tmp")
+    session_dir = tempfile.mkdtemp(prefix=f"rdz-{os.getpid()}-", dir="/tmp")
     port, dashboard = _port(), _port()
     env = {
         **os.environ,
@@ -74,8 +76,6 @@ def start_cluster(num_cpus: int = 4) -> RayCluster:
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_DEDUP_LOGS": "0",
-        "RAYDZ_TEST_SESSION": session_dir,
-        "RAYDZ_TEST_OWNER": str(os.getpid()),
         "AWS_SHARED_CREDENTIALS_FILE": f"{session_dir}/aws-credentials",
         "OMP_NUM_THREADS": "1",
     }
@@ -104,12 +104,9 @@ def stop_cluster(cluster: RayCluster) -> None:
     deadline = time.monotonic() + 20
     while (pids := cluster.pids()) and time.monotonic() < deadline:
         for pid in pids:
-            if pid != os.getpid():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.2)
-        if set(cluster.pids()) <= {os.getpid()}:
-            break
     shutil.rmtree(cluster.session_dir, ignore_errors=True)
 
 

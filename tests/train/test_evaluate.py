@@ -14,8 +14,9 @@ from tests.train.test_resume import Dropping
 LOOKING = {"eval_every": 1, "sample_prompt": "red house", "sample_tokens": 3}
 
 
-def test_evaluation_and_samples_change_no_bit_of_training(ranks, tmp_path):
-    for name, train in (("quiet", {}), ("looking", LOOKING)):
+@pytest.mark.parametrize("looking", [{"eval_every": 1}, LOOKING])
+def test_evaluation_and_samples_change_no_bit_of_training(ranks, tmp_path, looking):
+    for name, train in (("quiet", {}), ("looking", looking)):
         config = run_config(tmp_path, run={"name": name}, train=train, zero_optimization={"stage": 3})
         ranks(2).run(run_on_rank, config, {"model": Dropping})
     assert column(tmp_path, "loss", "looking") == column(tmp_path, "loss", "quiet")
