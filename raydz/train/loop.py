@@ -24,7 +24,7 @@ from raydz.train.evaluate import evaluate, write_sample
 from raydz.train.figures import StepWatch
 from raydz.train.progress import Progress
 from raydz.train.result import Result
-from raydz.train.setup import Run, mlflow_uri, open_run, start_tracking
+from raydz.train.setup import Run, mlflow_uri, open_run, settle_tracking, start_tracking
 
 _MAX_FAILED_SAVES = 3
 _logger = log.get(__name__)
@@ -42,6 +42,7 @@ def run_training(
     """
     run = open_run(config, world, model, loss)
     if run.step >= config.train.steps:
+        settle_tracking(run)
         return _result(run, "complete")
     start_tracking(run)
     try:

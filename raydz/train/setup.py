@@ -22,7 +22,7 @@ from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.engine import Engine
 from raydz.errors import ConfigError, DataError
 from raydz.storage import S3Options, Store, open_store
-from raydz.tracking import Tracker
+from raydz.tracking import Tracker, settle_run
 from raydz.tracking.journal import read
 from raydz.train.build import LossFunction, ModelFunction, build_model, choose_loss
 from raydz.train.feed import Feed
@@ -218,3 +218,17 @@ def flat_params(nested: dict, prefix: str = "") -> dict[str, str]:
 def _attempts_before(run_dir: Path) -> int:
     events = run_dir / "events.jsonl"
     return sum(1 for event in read(events) if event.get("event") == "start") if events.exists() else 0
+
+
+def settle_tracking(run: Run) -> None:
+    """Of a run that was killed after its last checkpoint: end its MLflow run, which still says RUNNING.
+
+    A store that cannot be reached is only said: nothing of the training depends on it.
+    """
+    uri = mlflow_uri(run.config)
+    if uri is None or run.engine.world.rank != 0:
+        return
+    try:
+        settle_run(uri, run.config.tracking.experiment, str(run.config.run.name), "FINISHED")
+    except Exception as error:  # MLflow raises errors of its HTTP, SQL and file layers alike
+        _logger.warning("MLflow was not told that the run is complete: %s", error)

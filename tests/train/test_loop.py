@@ -100,3 +100,15 @@ def test_schedule_runs_over_the_runs_own_steps(tmp_path):
     run(run_config(tmp_path, scheduler={"type": "WarmupCosineLR", "params": warmup}))
     # DeepSpeed's: two steps at 0, the end of a linear rise, then a cosine whose length is train.steps
     assert column(tmp_path, "lr") == pytest.approx([0, 0, 5e-3, 8.53568e-3, 5.0005e-3, 1.46532e-3], rel=1e-4)
+
+
+def test_mlflow_hears_that_a_run_killed_after_its_last_checkpoint_is_complete(tmp_path):
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    config = run_config(tmp_path, train={"steps": 2}, tracking={"mlflow": True, "mlflow_uri": uri})
+    run_id = run(config).mlflow_run_id
+    client = MlflowClient(uri)
+    client.update_run(run_id, status="RUNNING")  # what a kill between the last checkpoint and the end leaves
+    assert run(config).status == "complete"
+    assert client.get_run(run_id).info.status == "FINISHED"

@@ -28,7 +28,6 @@ def test_command_trains_and_says_where_everything_is(tmp_path):
     assert again.returncode == 0 and "complete" in again.stdout and "train.steps" in again.stdout
 
 
-@pytest.mark.slow
 def test_torchrun_trains_as_ranks_of_any_other_launcher(ranks, tmp_path):
     config = run_config(tmp_path, zero_optimization={"stage": 3})
     done = train_by_command(tmp_path, config, ranks=2)
