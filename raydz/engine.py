@@ -6,8 +6,8 @@ Neighbours: `train/loop.py` drives it; `zero/sharded.py` does the sharding, `zer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from raydz.checkpoint import (
 from raydz.config import EngineConfig, check_trainable, load_engine
 from raydz.dist import CommClock, Communicator, Mesh, MeshShape, World, init_world
 from raydz.dist.agreement import on_every_rank, on_rank_zero
+from raydz.dist.monitor import DivergenceMonitor, Waiting, default_store
 from raydz.errors import TrainingError
-from raydz.optim import build_optimizer, build_schedule, clip_scale
+from raydz.models.checkpointing import wrap_blocks
+from raydz.optim import build_loss_scale, build_optimizer, build_schedule, clip_scale
 from raydz.storage import S3Options, Store, open_store
 from raydz.zero import (
     Communicators,
@@ -40,11 +42,16 @@ from raydz.zero import (
     ZeroOptions,
     install_hooks,
 )
-from raydz.zero.export import full_parameters, gathered
+from raydz.zero.access import ParameterAccess
+from raydz.zero.average import KIND, ShardedAverage
 from raydz.zero.initialize import choose_values
+from raydz.zero.precision import PrecisionPlan, map_tensors
+from raydz.zero.settings import plan_settings
+from raydz.zero.verify import VerifyReport, default_tolerance, verify_gradients
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "skipped_in_row")
+_engine_numbers = itertools.count()  # every rank builds its engines in the same order
 _logger = log.get(__name__)
 
 
@@ -57,15 +64,17 @@ class StepReport:
         lr: the rate it ran at.
         grad_norm: global norm before clipping.
         skipped: the gradients were not finite, and nothing was changed.
+        loss_scale: factor of the step's losses under fp16, which `grad_norm` is without; None otherwise.
     """
 
     step: int
     lr: float
     grad_norm: float
     skipped: bool
+    loss_scale: float | None = None
 
 
-class Engine:
+class Engine(ParameterAccess):
     """A module whose state is sharded over ranks, and the optimizer that trains it.
 
     Args:
@@ -73,6 +82,8 @@ class Engine:
         config: DeepSpeed's sections, see `raydz.config`.
         world: this process among all; `raydz.initialize` finds it.
         max_skipped_in_row: so many non-finite steps in a row end the training.
+        ema_decay: keep a moving average of the weights, see `averaged`; None: none.
+        model_parameters: parameter groups with rates and decays of their own, see `zero.settings.plan_settings`.
 
     Collective: every rank builds its engine at the same point, with the same arguments.
 
@@ -80,13 +91,27 @@ class Engine:
         ConfigError: an impossible configuration for this world.
     """
 
-    def __init__(self, model: nn.Module, config: EngineConfig, world: World, *, max_skipped_in_row: int = 20) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: EngineConfig,
+        world: World,
+        *,
+        max_skipped_in_row: int = 20,
+        ema_decay: float | None = None,
+        model_parameters: Iterable[Any] | None = None,
+    ) -> None:
         check_trainable(config)
         self.config, self.world, self.module = config, world, model
-        self.mesh = Mesh(MeshShape.for_world(world.world_size), world.rank)
+        self.mesh = Mesh(MeshShape.for_world(world.world_size, shard_size=config.shard_size), world.rank)
         self.batch = config.batch(self.mesh.shape.batch_world_size)
         self.clock = CommClock(world.device)
+        self._waiting = Waiting()
         self.comms = self._communicators()
+        self._monitor = self._watch()
+        wrap_blocks(model, config.parallel.activation_checkpointing, config.parallel.units)
+        optimizer = build_optimizer(config.optimizer.type, **config.optimizer.params.model_dump())
+        settings = plan_settings(model, optimizer, model_parameters)  # before Parameters of a meta model are replaced
         zero = config.zero_optimization
         self.sharded = ShardedModel(
             model,
@@ -95,24 +120,24 @@ class Engine:
             ),
             comms=self.comms,
             device=world.device,
-            compute_dtype=_DTYPES[config.compute_dtype],
+            precision=PrecisionPlan.of(model, _DTYPES[config.compute_dtype], config.parallel.fp32_modules or ()),
             options=_zero_options(config),
-            values=choose_values(model, config.seed, self.comms.gather),
+            values=choose_values(model, config.seed, self.comms.world),
             accumulation=self.batch.accumulation,
             unit_patterns=config.parallel.units,
         )
         self._move_buffers()
         params = config.optimizer.params
-        self.optimizer = ShardedOptimizer(
-            self.sharded,
-            build_optimizer(config.optimizer.type, **params.model_dump()),
-        )
+        self.optimizer = ShardedOptimizer(self.sharded, optimizer, settings)
         scheduler = config.scheduler
         self.schedule = build_schedule(
             scheduler.type if scheduler else None, scheduler.params.model_dump() if scheduler else {}, params.lr
         )
+        self.optimizer.set_betas(self.schedule.betas(1))
+        self.average = None if ema_decay is None else ShardedAverage(self.sharded, ema_decay)
         self._hooks = install_hooks(self.sharded)
         self._max_skipped_in_row = max_skipped_in_row
+        self.loss_scale = build_loss_scale(**config.fp16.model_dump())
         self.global_steps = 0
         self.micro_steps = 0
         self._within_step = 0
@@ -123,9 +148,28 @@ class Engine:
     def _communicators(self) -> Communicators:
         wanted = self.config.parallel.ordered_collectives
         ordered = wanted is True  # "auto" is ordered where it costs nothing: Communicator decides on gloo
+
+        def over(group, name: str) -> Communicator:
+            return Communicator(group, ordered=ordered, clock=self.clock, name=name, waiting=self._waiting)
+
+        mesh, gather = self.mesh, over(self.mesh.gather_group, "gathers")
         return Communicators(
-            gather=Communicator(self.mesh.gather_group, ordered=ordered, clock=self.clock),
-            reduce=Communicator(self.mesh.reduce_group, ordered=ordered, clock=self.clock),
+            gather=gather,
+            reduce=over(mesh.reduce_group, "reductions"),
+            world=gather if mesh.world_group is mesh.gather_group else over(mesh.world_group, "messages"),
+            replica=over(mesh.replica_group, "replica sums") if mesh.replica_group else None,
+        )
+
+    def _watch(self) -> DivergenceMonitor:
+        """Compare what ranks wait for, and (where all of them share shards) what they launched."""
+        return DivergenceMonitor(
+            default_store() if self.world.world_size > 1 else None,
+            f"raydz/divergence/{next(_engine_numbers)}",
+            self.world.rank,
+            self.world.world_size,
+            limit_s=self.config.parallel.divergence_timeout_s,
+            waiting=self._waiting,
+            logs=[] if self.comms.replica else [self.comms.gather.log, self.comms.reduce.log],
         )
 
     def _move_buffers(self) -> None:
@@ -133,7 +177,7 @@ class Engine:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = moved = buffer.to(self.world.device).contiguous()
-                    self.comms.gather.broadcast(moved)
+                    self.comms.world.broadcast(moved)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -143,15 +187,8 @@ class Engine:
         return self.module(*args, **kwargs)
 
     def _cast(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            value = value.to(self.world.device)
-            return value.to(self.sharded.compute_dtype) if value.is_floating_point() else value
-        if isinstance(value, (tuple, list)):
-            items = [self._cast(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, dict):
-            return {key: self._cast(item) for key, item in value.items()}
-        return value
+        dtype = self.sharded.precision.compute_dtype
+        return map_tensors(value, lambda t: t.to(self.world.device, dtype if t.is_floating_point() else t.dtype))
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next (or running) micro-batch is the last of its step."""
@@ -174,18 +211,21 @@ class Engine:
                 "backward needs a scalar loss with a graph",
                 got=f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}",
             )
-        divisor = denominator
-        if divisor is None:
-            divisor = self.batch.accumulation * self.mesh.shape.batch_world_size
+        divisor = self._divisor(denominator)
         self.sharded.begin_backward(is_last=self.is_gradient_accumulation_boundary())
         try:
-            (loss / divisor).backward()
+            self._to_differentiate(loss, divisor).backward()
             self.sharded.end_backward()
         except BaseException:
             self.sharded.abort()
             self._within_step = 0  # the step's earlier micro-batches went with it
             raise
         return loss
+
+    def _to_differentiate(self, loss: Tensor, divisor: float) -> Tensor:
+        if self.loss_scale is None:
+            return loss / divisor
+        return loss.float() / divisor * self.loss_scale.scale
 
     def step(self) -> StepReport | None:
         """After a step's last micro-batch update the weights; after another one only count it.
@@ -203,18 +243,49 @@ class Engine:
         self._within_step = 0 if at_boundary else self._within_step + 1
         if not at_boundary:
             return None
-        norm = self.optimizer.gradient_norm()
+        scaling = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        norm = self.optimizer.gradient_norm() / scaling
         lr = self.schedule.lr(self.global_steps + 1)
         skipped = not norm < float("inf")
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(overflowed=skipped)
         if skipped:
             self._skip(norm)
         else:
             self.skipped_in_row = 0
             self.global_steps += 1
             scale = clip_scale(norm, self.config.gradient_clipping)
-            self.optimizer.update(step=self.global_steps, lr=lr, grad_scale=scale)
+            self.optimizer.set_betas(self.schedule.betas(self.global_steps))
+            self.optimizer.update(step=self.global_steps, lr=lr, grad_scale=scale / scaling)
+            if self.average is not None:
+                self.average.update()
         self.optimizer.clear_gradients()
-        self.last_report = StepReport(self.global_steps, lr, norm, skipped)
+        used = None if self.loss_scale is None else scaling
+        self.last_report = StepReport(self.global_steps, lr, norm, skipped, used)
+        return self.last_report
+
+    def discard_step(self) -> StepReport:
+        """In place of `step` after a step's last micro-batch: drop its gradients and change nothing else.
+
+        For what the gradients do not show and the caller knows, such as a loss spike. The schedule does not advance.
+
+        Collective: every rank.
+
+        Raises:
+            TrainingError: no backward has run since the last step, or micro-batches of this one are to come.
+        """
+        if not self.is_gradient_accumulation_boundary():
+            raise TrainingError("a step is discarded after its last micro-batch", got=f"{self._within_step + 1} done")
+        scaling = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        norm = self.optimizer.gradient_norm() / scaling
+        if self.loss_scale is not None and not norm < float("inf"):
+            self.loss_scale = self.loss_scale.after(overflowed=True)
+        self.micro_steps += 1
+        self._within_step = 0
+        self.skipped_steps += 1
+        self.optimizer.clear_gradients()
+        used, lr = (None if self.loss_scale is None else scaling), self.schedule.lr(self.global_steps + 1)
+        self.last_report = StepReport(self.global_steps, lr, norm, True, used)
         return self.last_report
 
     def _skip(self, norm: float) -> None:
@@ -222,14 +293,17 @@ class Engine:
         self.skipped_steps += 1
         self.skipped_in_row += 1
         _logger.warning("step after %d skipped: gradient norm is %s", self.global_steps, norm)
-        if self.skipped_in_row < self._max_skipped_in_row:
+        # A scale that can still fall answers an overflow; only what it cannot answer counts.
+        in_row = self.skipped_in_row if self.loss_scale is None else self.loss_scale.stuck_steps
+        if in_row < self._max_skipped_in_row:
             return
         local = "\n".join(self.optimizer.non_finite_parameters())
-        everyone = self.comms.reduce.all_gather_bytes(local.encode())
+        everyone = self.comms.world.all_gather_bytes(local.encode())
         names = dict.fromkeys(name for part in everyone for name in part.decode().split("\n") if name)
         raise TrainingError(
-            f"{self.skipped_in_row} steps in a row had gradients that are not finite",
-            where=", ".join(list(names)[:5]), got=f"gradient norm {norm}", wanted="finite gradients",
+            f"{in_row} steps in a row had gradients that are not finite",
+            where=", ".join(list(names)[:5]), wanted="finite gradients",
+            got=f"gradient norm {norm}" + (f" at loss scale {self.loss_scale.scale:g}" if self.loss_scale else ""),
             remedy="lower the learning rate, or look at the data of these steps",
         )  # fmt: skip
 
@@ -239,25 +313,55 @@ class Engine:
         """Await everything outstanding: afterwards no transfer touches the engine's buffers. Collective."""
         self.sharded.release_all()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """Let the module's parameters show whole values within the block (read only). Collective."""
-        with gathered(self.sharded):
-            yield
+    def verify_step(
+        self,
+        loss_fn: Callable[[Callable[..., Any], int], Tensor],
+        *,
+        names: Sequence[str] | str | None = None,
+        denominator: float | None = None,
+        tolerance: float | None = None,
+    ) -> VerifyReport:
+        """Compare the gradients of one step with those of an unsharded copy of the module, and change nothing.
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole fp32 parameters by name (tied ones once), and buffers, on the CPU of rank 0; empty elsewhere.
+        For small models: every rank holds the whole module, and runs the step's micro-batches twice.
 
-        Collective: every rank. Memory: one flat group at a time, and the result on rank 0.
+        Args:
+            loss_fn: (model, index of the micro-batch) to this rank's loss, by calls of `model(...)`; always the same.
+            names: parameters or modules, by pattern, that are compared; None for all that are trained.
+            denominator: as of `backward`.
+            tolerance: see `VerifyReport.differences`; None for what rounding may do.
+
+        Collective: every rank, between steps.
+
+        Raises:
+            LayoutError: on every rank: a difference above the tolerance; names parameters.
+            TrainingError: micro-batches of a step have run, or the gradients are not finite.
         """
-        keep = self.world.rank == 0
-        state = {}
-        for name, tensor in full_parameters(self.sharded):
-            if keep:
-                state[name] = tensor.cpu()
-        if keep:
-            state.update({name: buffer.cpu() for name, buffer in self.module.named_buffers()})
-        return state
+        self._require_between_steps("a step is verified")
+        num_micro, divisor = self.batch.accumulation, self._divisor(denominator)
+
+        def engine_pass() -> None:
+            for self._within_step in range(num_micro):
+                self.backward(loss_fn(self, self._within_step), denominator=denominator)
+            if not self.optimizer.gradient_norm() < float("inf"):
+                raise TrainingError("gradients are not finite, so there is nothing to compare")
+
+        def reference_losses(module: nn.Module) -> Iterator[Tensor]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return module(*self._cast(args), **self._cast(kwargs))
+
+            return (self._to_differentiate(loss_fn(call, index), divisor) for index in range(num_micro))
+
+        terms = num_micro * self.world.world_size
+        limit = default_tolerance(self.sharded, terms) if tolerance is None else tolerance
+        try:
+            return verify_gradients(self.sharded, engine_pass, reference_losses, names, limit)
+        finally:
+            self._within_step = 0
+            self.optimizer.clear_gradients()
+
+    def _divisor(self, denominator: float | None) -> float:
+        return self.batch.accumulation * self.mesh.shape.batch_world_size if denominator is None else denominator
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -294,10 +398,12 @@ class Engine:
                 wanted="a call right after an optimizer step",
             )  # fmt: skip
         self.settle()
-        counters = {name: getattr(self, name) for name in _COUNTERS}
+        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
+        if self.loss_scale is not None:
+            counters["loss_scale"] = self.loss_scale.to_state()
         aliases = {alias: spec.name for group in self.sharded.groups for spec in group.specs for alias in spec.aliases}
-        pieces = state_pieces(self.sharded, self.optimizer, saving=True)
-        save(SaveRequest(store, folder, step, pieces, aliases, {**state, "engine": counters}), self.comms.gather)
+        pieces = state_pieces(self.sharded, self.optimizer, saving=True, average=self.average)
+        save(SaveRequest(store, folder, step, pieces, aliases, {**state, "engine": counters}), self.comms.world)
 
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, *, options: S3Options | None = None
@@ -318,7 +424,7 @@ class Engine:
                 or it is damaged, and the engine must not be used before another load.
         """
         store = open_store(str(load_dir), options)
-        comm = self.comms.gather
+        comm = self.comms.world
         folder = on_rank_zero(comm, lambda: open_checkpoint(store, tag or "")[0])  # "newest" may change meanwhile
         manifest = on_every_rank(comm, lambda: open_checkpoint(store, folder)[1])
         on_every_rank(comm, lambda: self.load_from(store, folder, manifest))
@@ -327,13 +433,22 @@ class Engine:
     def load_from(self, store: Store, folder: str, manifest: Manifest) -> int:
         """Load an opened checkpoint; returns the bytes this rank read. Nothing in it is collective."""
         self.settle()
-        num_bytes = load_pieces(store, folder, manifest, state_pieces(self.sharded, self.optimizer, saving=False))
+        has_average = self.average is not None and any(kind == KIND for _, kind in manifest.tensors)
+        average = self.average if has_average else None
+        pieces = state_pieces(self.sharded, self.optimizer, saving=False, average=average)
+        num_bytes = load_pieces(store, folder, manifest, pieces)
+        if self.average is not None and not has_average:
+            _logger.warning("%s has no average of the weights: it begins at the loaded ones", folder or store.uri)
+            self.average.restart()
         for group in self.sharded.groups:
             group.mark_updated()
         self.optimizer.clear_gradients()  # of a step that had begun
         self._within_step = 0
         for name in _COUNTERS:
             setattr(self, name, manifest.state["engine"][name])
+        stored = manifest.state["engine"].get("loss_scale")  # absent where another dtype trained before
+        if self.loss_scale is not None and stored:
+            self.loss_scale = self.loss_scale.from_state(stored)
         return num_bytes
 
     def train(self, mode: bool = True) -> Engine:
@@ -350,6 +465,7 @@ class Engine:
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
+        self._monitor.stop()
         self.mesh.close()
 
 
@@ -367,7 +483,13 @@ def _zero_options(config: EngineConfig) -> ZeroOptions:
 
 
 def initialize(
-    model: nn.Module, config: EngineConfig | dict | str | Path, *, device: str = "auto", max_skipped_in_row: int = 20
+    model: nn.Module,
+    config: EngineConfig | dict | str | Path,
+    *,
+    device: str = "auto",
+    max_skipped_in_row: int = 20,
+    ema_decay: float | None = None,
+    model_parameters: Iterable[Any] | None = None,
 ) -> Engine:
     """Shard `model` over the ranks of this job (torchrun's, Ray Train's, or one) and return its Engine.
 
@@ -375,10 +497,16 @@ def initialize(
         model: with values, or built under `torch.device("meta")`.
         config: a DeepSpeed configuration: dict, path of a JSON or YAML file, or `EngineConfig`.
         device: `auto`, `cpu` or `cuda`.
+        ema_decay: keep a moving average of the weights.
+        model_parameters: as `torch.optim` takes them: parameters, or groups of them (`params`, `lr`, `weight_decay`,
+            `use_muon`). A group's lr follows the schedule in proportion to the optimizer's.
 
     Raises:
         ConfigError: the configuration is wrong or impossible here.
     """
     loaded = config if isinstance(config, EngineConfig) else load_engine(config)
     world = init_world(device, timeout_s=loaded.parallel.collective_timeout_s)
-    return Engine(model, loaded, world, max_skipped_in_row=max_skipped_in_row)
+    return Engine(
+        model, loaded, world, max_skipped_in_row=max_skipped_in_row, ema_decay=ema_decay,
+        model_parameters=model_parameters,
+    )  # fmt: skip

@@ -54,8 +54,9 @@ def test_all_but_the_orchestration_imports_without_ray_mlflow_and_boto3():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_configuration_imports_without_torch():
-    names = [name for name in modules() if name.startswith(("raydz.config", "raydz.errors", "raydz.units"))]
+def test_the_configuration_and_the_plan_import_without_torch():
+    torchless = ("raydz.config", "raydz.plan", "raydz.errors", "raydz.units")
+    names = [name for name in modules() if name.startswith(torchless)]
     result = import_without((*BLOCKED, "torch"), names)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -11,10 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raydz.dist import Communicator
 from raydz.errors import LayoutError
 from raydz.zero import ShardedModel, ShardedOptimizer
+from raydz.zero.average import KIND, ShardedAverage
 from raydz.zero.group import FlatGroup
 from raydz.zero.layout import Interval
+from raydz.zero.states import GroupStates
 
 DTYPE_NAMES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
@@ -48,34 +51,52 @@ class StatePiece:
         return self.names[0]
 
 
-def state_pieces(sharded: ShardedModel, optimizer: ShardedOptimizer, *, saving: bool) -> list[StatePiece]:
+def state_pieces(
+    sharded: ShardedModel, optimizer: ShardedOptimizer, *, saving: bool, average: ShardedAverage | None = None
+) -> list[StatePiece]:
     """This rank's pieces: for saving each element once over all ranks, for loading all that this rank holds.
 
     Order: module order, the same on every rank with the same layout.
     """
-    states = dict(zip((id(group) for group in optimizer.groups), optimizer.states, strict=True))
+    states = dict(zip((id(group) for group in optimizer.groups), optimizer.group_states, strict=True))
     pieces: list[StatePiece] = []
     for group in sharded.groups:
-        pieces += _group_pieces(group, states.get(id(group), {}), saving)
-    if not saving or sharded.comms.gather.rank == 0:
+        part = _saved_part(group, sharded.comms.replica) if saving else group.owned
+        averaged = None if average is None else average.of(group)
+        pieces += _group_pieces(group, states.get(id(group)), averaged, *part)
+    if not saving or sharded.comms.world.rank == 0:
         pieces += _buffer_pieces(sharded)
     return pieces
 
 
-def _group_pieces(group: FlatGroup, state: dict[str, Tensor], saving: bool) -> Iterator[StatePiece]:
+def _saved_part(group: FlatGroup, replica: Communicator | None) -> tuple[int, int]:
+    """Elements [start, stop) of the group that this rank saves: of what replicas hold alike, each a part."""
+    start, stop = group.layout.shard_range(group.comm.rank)
+    if replica is None:
+        return start, stop
+    cuts = [start + (stop - start) * i // replica.world_size for i in (replica.rank, replica.rank + 1)]
+    return cuts[0], cuts[1]
+
+
+def _group_pieces(
+    group: FlatGroup, states: GroupStates | None, averaged: Tensor | None, start: int, stop: int
+) -> Iterator[StatePiece]:
     first = group.owned[0]
-    start, stop = group.layout.shard_range(group.comm.rank) if saving else group.owned
     names = {spec.name: (spec.name, *spec.aliases) for spec in group.specs}
     for part in group.layout.intervals(start, stop):
         offset = part.offset + start - first  # from the start of what the group owns
         yield _weight_piece(group, names[part.name], part, offset)
-        for kind, tensor in state.items():
-            yield _tensor_piece(names[part.name], kind, part, tensor[offset : offset + part.stop - part.start])
+        end = offset + part.stop - part.start
+        kinds = {} if states is None else states.of(offset, end)
+        if averaged is not None:
+            kinds[KIND] = averaged[offset:end]
+        for kind, tensor in kinds.items():
+            yield _tensor_piece(names[part.name], kind, part, tensor)
 
 
 def _weight_piece(group: FlatGroup, names: tuple[str, ...], part: Interval, offset: int) -> StatePiece:
     weights = group.weights.slice(offset, offset + part.stop - part.start)
-    if weights.low is None:
+    if weights.low is None and weights.separate is None:
         return _tensor_piece(names, "weight", part, weights.compute)
 
     def write(at: int, values: Tensor) -> None:

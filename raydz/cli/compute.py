@@ -75,6 +75,20 @@ def gpus() -> Iterator[Finding]:
     yield judge_gpus(devices, torch.version.cuda, _DRIVER.exists(), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
+def attention() -> Iterator[Finding]:
+    """The kernels that attention of common sizes would run here, for whole rows and for several documents in a row."""
+    import torch
+
+    from raydz.models.attention import AttentionCase, choose
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    said = []
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        plain, masked = (choose(AttentionCase(8, 2, 64, dtype, device, masked)).kernel for masked in (False, True))
+        said.append(f"{name} {plain}" if plain == masked else f"{name} {plain}, with documents {masked}")
+    yield Finding("attention", "ok", f"on {device.type}: {'; '.join(said)}")
+
+
 def judge_gpus(devices: Sequence[str], cuda: str | None, has_driver: bool, visible: str | None) -> Finding:
     """No GPU is fine, unless the machine has a driver for one.
 

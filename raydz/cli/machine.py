@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from raydz.cli.finding import Finding
+from raydz.tracking.memory import memory_bytes
 from raydz.units import format_bytes
 
 SHM_MIN_BYTES = 1 << 30
@@ -73,21 +73,6 @@ def shared_memory(path: Path) -> Finding:
     return Finding("shared memory", "ok", detail)
 
 
-def memory_bytes(root: Path) -> tuple[int, int]:
-    """Total and available bytes, by /proc/meminfo and by the control group's limit."""
-    text = (root / "proc/meminfo").read_text()
-    fields = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    total, available = fields["MemTotal"], fields["MemAvailable"]
-    for folder, limit_name, used_name in (
-        (root / "sys/fs/cgroup", "memory.max", "memory.current"),
-        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
-        limit, used = _number(folder / limit_name), _number(folder / used_name)
-        if limit is not None and used is not None and limit < total:
-            total, available = limit, min(available, max(0, limit - used))
-    return total, available
-
-
 def cpu_limit(root: Path) -> float | None:
     """CPUs that the control group allows, or None."""
     quota, _, period = _text(root / "sys/fs/cgroup/cpu.max").partition(" ")
@@ -95,11 +80,6 @@ def cpu_limit(root: Path) -> float | None:
         quota = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_quota_us")
         period = _text(root / "sys/fs/cgroup/cpu/cpu.cfs_period_us")
     return int(quota) / int(period) if quota.isdigit() and period.isdigit() else None
-
-
-def _number(path: Path) -> int | None:
-    text = _text(path)
-    return int(text) if text.isdigit() else None
 
 
 def _text(path: Path) -> str:

@@ -98,6 +98,40 @@ def config(
     )
 
 
+@app.command()
+def plan(
+    file: Annotated[str, typer.Option("--config", metavar="FILE", help="YAML or JSON of a run, or of DeepSpeed.")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
+    ranks: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of ranks [default: the file's].")] = None,
+    params: Annotated[float | None, typer.Option(min=1, help="Parameters, such as 7e9.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Blocks.")] = None,
+    hidden: Annotated[int | None, typer.Option(min=1, help="Hidden size.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Attention heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key-value heads.")] = None,
+    intermediate: Annotated[int | None, typer.Option(min=1, help="Width of the feed-forward parts.")] = None,
+    vocab: Annotated[int | None, typer.Option(min=1, help="Vocabulary.")] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of a rank's device: 80GiB.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda: what kernels and collectives hold differs.")] = "cuda",
+    as_json: Json = False,
+) -> None:
+    """Say what each ZeRO stage takes of a rank's memory and sends in a step, and which to choose."""
+    from raydz.cli import plan as planned
+    from raydz.config import load
+    from raydz.errors import ConfigError
+    from raydz.plan import Outline
+    from raydz.units import parse_bytes
+
+    if device not in ("cpu", "cuda"):
+        raise ConfigError("unknown device", where="--device", got=device, wanted="cpu or cuda")
+    outline = Outline(params, layers, hidden, heads, kv_heads, intermediate, vocab)
+    memory_bytes = None if memory is None else parse_bytes(memory)
+    findings = planned.collect(load(file, overrides or ()), outline, ranks, device, memory_bytes)
+    if as_json:
+        print(json.dumps(planned.as_json(findings), indent=1))
+    else:
+        planned.print_findings(findings)
+
+
 @checkpoints.command("ls")
 def list_checkpoints(uri: Uri, endpoint_url: Endpoint = None, as_json: Json = False) -> None:
     """List the committed checkpoints of a run, or of all runs in a folder."""

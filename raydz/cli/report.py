@@ -36,6 +36,7 @@ def collect(s3: str | None = None, endpoint_url: str | None = None) -> list[Find
         ("torch threads", compute.threads),
         ("torch.distributed", compute.backends),
         ("gpus", compute.gpus),
+        ("attention", compute.attention),
         ("cpus", machine.cpus),
         ("memory", machine.memory),
         ("disks", machine.disks),

@@ -71,12 +71,23 @@ _HONOURED = [
     Key("optimizer.type", "honoured", None, "AdamW where the file names none", ours="AdamW"),
     *_rows("honoured", _PARAMS, "", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
     *_rows("honoured", _PARAMS, "", adam_w_mode=T, bias_correction=T),
+    *_rows("honoured", _PARAMS, "Muon's", momentum=0.95, muon_lr=None, adam_lr=None, ns_method="gram"),
     Key("scheduler.type", "honoured", None),
     *_rows("honoured", "scheduler.params.", "", warmup_min_lr=0.0, warmup_max_lr=None, warmup_num_steps=1000),
     *_rows("honoured", "scheduler.params.", "", warmup_type="log", total_num_steps=None, warmup_min_ratio=0.0),
     *_rows("honoured", "scheduler.params.", "", cos_min_ratio=1e-4),
+    *_rows("honoured", "scheduler.params.", "", lr_range_test_min_lr=1e-3, lr_range_test_step_size=2000),
+    *_rows("honoured", "scheduler.params.", "", lr_range_test_step_rate=1.0, lr_range_test_staircase=F),
+    *_rows("honoured", "scheduler.params.", "", cycle_min_lr=None, cycle_max_lr=None, decay_lr_rate=0.0),
+    *_rows("honoured", "scheduler.params.", "", cycle_first_step_size=2000, cycle_second_step_size=None),
+    *_rows("honoured", "scheduler.params.", "", cycle_first_stair_count=0, cycle_second_stair_count=None),
+    *_rows("honoured", "scheduler.params.", "", decay_step_size=0, cycle_momentum=T, decay_mom_rate=0.0),
+    *_rows("honoured", "scheduler.params.", "", cycle_min_mom=0.8, cycle_max_mom=0.9),
     Key("bf16.enabled", "honoured", F),
+    *_rows("honoured", "fp16.", "", enabled=F, loss_scale=0.0, initial_scale_power=16, loss_scale_window=1000),
+    *_rows("honoured", "fp16.", "", hysteresis=2, consecutive_hysteresis=F, min_loss_scale=1.0),
     *_rows("honoured", _ZERO, "", stage=0, overlap_comm=None, stage3_max_live_parameters=1_000_000_000),
+    *_rows("honoured", _ZERO, "", mics_shard_size=-1),
     _sized("reduce_bucket_size", 500_000_000),
     _sized("allgather_bucket_size", 500_000_000),
     _sized("stage3_prefetch_bucket_size", 50_000_000),
@@ -118,16 +129,17 @@ _NO_EFFECT = [
     *_rows("no effect", "", "there are no CUDA graphs here", graph_harvesting=F),
     *_rows("no effect", "", "read by DeepSpeed's own tools alone", vocabulary_size=None, log_level=None, eigenvalue={}),
     *_rows("no effect", "", "there are no experts yet", use_data_before_expert_parallelism=F),
-    *_rows("no effect", "", "see model.activation_checkpointing", activation_checkpointing={}),
+    *_rows("no effect", "", "see parallel.activation_checkpointing", activation_checkpointing={}),
     *_rows("no effect", "", "belongs to the NVMe tier", aio={}),
     *_rows("no effect", "", "checkpoints are raydz's own", nebula={"enabled": F}, datastates_ckpt={}),
     *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", tag_validation="Warn", load_universal=F),
     *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", use_node_local_storage=F, parallel_write={}),
     *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", checkpoint_serialization=T, writer=None),
-    *_rows("no effect", "", "compile the model before handing it over", compile={"deepcompile": F}),
+    *_rows("no effect", "", "see model.compile, or compile the model beforehand", compile={"deepcompile": F}),
     *_rows("no effect", "optimizer.", "there is one form of each optimizer", legacy_fusion=F),
     *_rows("no effect", _PARAMS, "there is one form of each optimizer", torch_adam=F, fused=F, foreach=F),
     *_rows("no effect", "scheduler.params.", "a resumed run knows its step", last_batch_iteration=-1),
+    *_rows("no effect", "fp16.", "inputs are always cast to the compute dtype", auto_cast=F),
     *_rows("no effect", "bf16.", "a non-finite gradient always skips the step", check_grad_overflow=T),
     *_rows("no effect", "bf16.", "gradients reach the masters when they are reduced", immediate_grad_update=F),
     *_rows("no effect", _ZERO, "gradients always lie in one buffer a unit", contiguous_gradients=T),
@@ -150,12 +162,11 @@ _NO_EFFECT = [
     *_rows(
         "no effect", _ZERO, "order and sizes are always checked", log_trace_cache_warnings=F, enable_sanity_checks=F
     ),
-    *_rows("no effect", _ZERO, "there is no Muon here", save_muon_momentum_buffer_in_memory=F),
+    *_rows("no effect", _ZERO, "the momentum is sharded as other states are", save_muon_momentum_buffer_in_memory=F),
     *_rows("no effect", _ZERO, "the norm decides whether a step is skipped", compute_grad_norm=T),
 ]
 
 _REFUSED = [
-    *_rows("refused", "", f"fp16 with loss scaling {_LATER}; bf16 and fp32 train today", fp16={"enabled": F}),
     *_rows("refused", "", "use bf16 in place of mixed precision by apex or autocast", amp={"enabled": F}),
     *_rows("refused", "", "use bf16 in place of mixed precision by autocast", torch_autocast={"enabled": F}),
     *_rows("refused", "", "engine.step decides the boundaries", managed_gradient_accumulation=T),
@@ -174,6 +185,7 @@ _REFUSED = [
     *_rows("refused", "data_types.", "use bf16 to choose the compute dtype", param_dtype=None, buffer_dtype=None),
     *_rows("refused", _PARAMS, "AdamW without AMSGrad", amsgrad=F),
     *_rows("refused", _PARAMS, "use gradient_clipping", max_grad_norm=0),
+    *_rows("refused", "fp16.", "masters are fp32", fp16_master_weights_and_grads=F),
     *_rows("refused", "bf16.", "masters are fp32", bf16_master_weights_and_grads=F),
     *_rows("refused", "bf16.", "moments are fp32", bf16_optimizer_states=F),
     *_rows("refused", _ZERO, "the old stage 1 is gone from DeepSpeed too", legacy_stage1=F),
@@ -182,17 +194,22 @@ _REFUSED = [
     *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_weights=F),
     *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_nontrainable_weights=F),
     *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_gradients=F, zeropp_loco_param=None),
-    *_rows("refused", _ZERO, f"MiCS {_LATER}", mics_shard_size=-1, mics_hierarchical_params_gather=F),
+    *_rows("refused", _ZERO, f"hierarchical MiCS gathers: {_LATER}", mics_hierarchical_params_gather=F),
 ]
 
 KEYS: dict[str, Key] = {row.path: row for row in (*_HONOURED, *_OFFLOAD, *_NO_EFFECT, *_REFUSED)}
 
-_OTHER_OPTIMIZERS = "Adagrad Lamb Lion Muon OneBitAdam ZeroOneAdam OneBitLamb MuAdam MuAdamW MuSGD SGD"
+_OTHER_OPTIMIZERS = "Lamb OneBitAdam ZeroOneAdam OneBitLamb MuAdam MuAdamW MuSGD"
+_TRAIN = "Adam, AdamW, SGD, Lion, Muon, Adagrad and torch's other elementwise ones train"
+_NOT_ELEMENTWISE = {
+    "adafactor": "it factors second moments over a matrix's rows and columns, which a flat shard does not have",
+    "asgd": "its step size depends on the learning rate of the step before, which checkpoints do not keep",
+    "lbfgs": "it evaluates the loss again within a step",
+    "rprop": "it is for gradients of the whole data set, and its states do not begin at zero",
+    "sparseadam": "gradients are dense here",
+}
 REFUSED_VALUES: dict[str, dict[str, str]] = {
-    "optimizer.type": dict.fromkeys(_OTHER_OPTIMIZERS.lower().split(), f"it {_LATER}; Adam and AdamW train"),
-    "scheduler.type": dict.fromkeys(
-        ("lrrangetest", "onecycle"), f"it {_LATER}; WarmupLR, WarmupDecayLR and WarmupCosineLR train"
-    ),
+    "optimizer.type": dict.fromkeys(_OTHER_OPTIMIZERS.lower().split(), f"it {_LATER}; {_TRAIN}") | _NOT_ELEMENTWISE,
 }
 """Values that DeepSpeed knows for an honoured key and raydz does not have, in lower case, with the reason."""
 

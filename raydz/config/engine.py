@@ -12,10 +12,10 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from raydz.config.batch import BatchSize, resolve_batch
 from raydz.config.faults import Fault, Unfit
-from raydz.config.section import AboveZero, Count, FractionPair, NonNegative, Positive, Section, Whole
+from raydz.config.optimizer import AnyOptimizerConfig, OptimizerConfig
+from raydz.config.section import AboveZero, Count, Fraction, NonNegative, Positive, Section, Whole
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-_OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW"}
 
 
 def _spelling(table: dict[str, str]) -> BeforeValidator:
@@ -23,30 +23,14 @@ def _spelling(table: dict[str, str]) -> BeforeValidator:
     return BeforeValidator(lambda value: table.get(value.lower(), value) if isinstance(value, str) else value)
 
 
+def _recomputation(value: Any) -> Any:
+    """A switch has two of the three modes."""
+    return ("none", "full")[value] if isinstance(value, bool) else value
+
+
+Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_recomputation)]
+"""What backward computes again, block by block: nothing, all, or what is cheap (no matrix product, no attention)."""
 AccumulationDtype = Annotated[Literal["fp32", "bf16"], _spelling(_DTYPES)]
-
-
-class OptimizerParams(Section):
-    """Arguments of AdamW."""
-
-    lr: NonNegative = 1e-3
-    betas: FractionPair = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    adam_w_mode: bool = True
-    bias_correction: bool = True
-
-
-class OptimizerConfig(Section):
-    """`optimizer`; without one, AdamW with these defaults."""
-
-    type: Annotated[Literal["Adam", "AdamW"], _spelling(_OPTIMIZERS)] = "AdamW"
-    params: OptimizerParams = OptimizerParams()
-
-    @property
-    def is_decoupled(self) -> bool:
-        """Whether weight decay is AdamW's: as in DeepSpeed, type Adam too unless `adam_w_mode` is false."""
-        return self.type == "AdamW" or self.params.adam_w_mode
 
 
 class WarmupLRParams(Section):
@@ -97,13 +81,69 @@ class WarmupCosineLR(Section):
     params: WarmupCosineLRParams = WarmupCosineLRParams()
 
 
-SchedulerConfig = Annotated[WarmupLR | WarmupDecayLR | WarmupCosineLR, Field(discriminator="type")]
+class LRRangeTestParams(Section):
+    """From `lr_range_test_min_lr` upwards without end, to find the highest rate that trains."""
+
+    lr_range_test_min_lr: AboveZero = 1e-3
+    lr_range_test_step_size: Positive = 2000
+    lr_range_test_step_rate: NonNegative = 1.0
+    lr_range_test_staircase: bool = False
+
+
+class LRRangeTest(Section):
+    """`scheduler` of type LRRangeTest."""
+
+    type: Literal["LRRangeTest"]
+    params: LRRangeTestParams = LRRangeTestParams()
+
+
+class OneCycleParams(Section):
+    """One rise and fall of lr, momentum the other way round, then decay; None: as in the first half."""
+
+    cycle_min_lr: NonNegative
+    cycle_max_lr: NonNegative
+    decay_lr_rate: NonNegative = 0.0
+    cycle_first_step_size: Positive = 2000
+    cycle_second_step_size: Count | None = None
+    cycle_first_stair_count: Count = 0
+    cycle_second_stair_count: Count | None = None
+    decay_step_size: Count = 0
+    cycle_momentum: bool = True
+    """Cycle AdamW's beta1, with beta2 0.99, as DeepSpeed does."""
+    cycle_min_mom: Fraction = 0.8
+    cycle_max_mom: Fraction = 0.9
+    decay_mom_rate: NonNegative = 0.0
+
+
+class OneCycle(Section):
+    """`scheduler` of type OneCycle."""
+
+    type: Literal["OneCycle"]
+    params: OneCycleParams
+
+
+SchedulerConfig = Annotated[
+    WarmupLR | WarmupDecayLR | WarmupCosineLR | LRRangeTest | OneCycle, Field(discriminator="type")
+]
 
 
 class Bf16Config(Section):
     """`bf16` (alias `bfloat16`): forward and backward in bf16 over fp32 masters."""
 
     enabled: bool = False
+
+
+class Fp16Config(Section):
+    """`fp16`: forward and backward in fp16 over fp32 masters, with a loss scale."""
+
+    enabled: bool = False
+    loss_scale: NonNegative = 0.0
+    """0: dynamic, by the keys below; anything else is the scale for good."""
+    initial_scale_power: Count = 16
+    loss_scale_window: Positive = 1000
+    hysteresis: Positive = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: AboveZero = 1.0
 
 
 class DataTypesConfig(Section):
@@ -151,6 +191,7 @@ class ZeroConfig(Section):
     stage3_max_live_parameters: Count = 1_000_000_000
     stage3_max_reuse_distance: Count = 1_000_000_000
     sub_group_size: Positive = 1_000_000_000
+    mics_shard_size: int = -1
     stage3_gather_16bit_weights_on_model_save: bool = False
     offload_optimizer: OffloadOptimizerConfig | None = None
     offload_param: OffloadParamConfig | None = None
@@ -166,11 +207,19 @@ class ParallelConfig(Section):
 
     units: list[str] | None = None
     """Patterns (fnmatch) of module names that are gathered as one; None: chosen by the engine."""
+    fp32_modules: list[str] | None = None
+    """Patterns (fnmatch) of module names that stay fp32 in a 16-bit model: routers, norms."""
+    activation_checkpointing: Recomputation = "none"
+    """Of the units that are blocks, in any model."""
     gradient_reduction: Literal["micro_batch", "boundary"] = "micro_batch"
     """When stages 2 and 3 reduce under accumulation."""
+    shard_size: Positive | None = None
+    """Ranks that share one copy of the state; groups of so many neighbours hold replicas. None: all ranks share one."""
     ordered_collectives: Literal["auto"] | bool = "auto"
     """Sum in rank order, so that results don't depend on bucket sizes; auto: on gloo."""
     collective_timeout_s: AboveZero = 300.0
+    divergence_timeout_s: AboveZero = 20.0
+    """How long a rank waits in a collective before it asks the others whether they will ever come."""
 
 
 class EngineSections(Section):
@@ -179,12 +228,13 @@ class EngineSections(Section):
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AnyOptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig | None = None
     gradient_clipping: NonNegative = 1.0
     steps_per_print: Positive | None = None
     wall_clock_breakdown: bool = False
     bf16: Bf16Config = Bf16Config()
+    fp16: Fp16Config = Fp16Config()
     zero_optimization: ZeroConfig = ZeroConfig()
     zero_allow_untested_optimizer: bool = False
     communication_data_type: AccumulationDtype | None = None
@@ -202,9 +252,21 @@ class EngineSections(Section):
         )
 
     @property
-    def compute_dtype(self) -> Literal["fp32", "bf16"]:
+    def shard_size(self) -> int | None:
+        """Size of a shard group: `parallel.shard_size`, or DeepSpeed's `mics_shard_size`; None for the whole world."""
+        mics = self.zero_optimization.mics_shard_size
+        return self.parallel.shard_size or (mics if mics > 0 else None)
+
+    @property
+    def compute_dtype(self) -> Literal["fp32", "bf16", "fp16"]:
         """Dtype of forward and backward."""
-        return "bf16" if self.bf16.enabled else "fp32"
+        return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
+
+    @model_validator(mode="after")
+    def _one_compute_dtype(self) -> EngineSections:
+        if self.bf16.enabled and self.fp16.enabled:
+            raise Unfit(Fault("fp16.enabled", "fp16 and bf16 are both enabled", wanted="one of them"))
+        return self
 
 
 class EngineConfig(EngineSections):

@@ -27,7 +27,7 @@ _IDENTITY: dict[str, set[str] | None] = {
     "run": {"name", "root"},
     "data": {"evals", "cache_dir"},
     "train": {"eval_every", "eval_rows", "log_every", "sample_prompt", "sample_tokens", "threads", "device"}
-    | {"max_skipped_in_row"},
+    | {"max_skipped_in_row", "evaluate_ema"},
     "parallel": {"collective_timeout_s"},
     **dict.fromkeys(("resume", "checkpoint", "storage", "scaling", "failure", "tracking")),
     **dict.fromkeys(("steps_per_print", "wall_clock_breakdown")),

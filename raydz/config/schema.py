@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from raydz.config.engine import EngineConfig, EngineSections
+from raydz.config.engine import EngineConfig, EngineSections, Recomputation
 from raydz.config.faults import Fault, Unfit
 from raydz.config.resolve import to_yaml
 from raydz.config.section import AboveZero, Count, FolderName, Fraction, NonNegative, Positive, Section, Text, Whole
@@ -53,7 +53,10 @@ class ModelConfig(Section):
     initializer_range: AboveZero = 0.02
     max_position_embeddings: Positive | Auto = "auto"
     """auto: `data.sequence_length`."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Recomputation = "none"
+    compile: bool = False
+    """torch.compile the blocks' training."""
+    compile_backend: Text = "inductor"
 
     @model_validator(mode="after")
     def _heads_fit(self) -> ModelConfig:
@@ -115,6 +118,20 @@ class DataConfig(Section):
     """Where token shards are kept; None: `<run.root>/cache`."""
 
 
+class LossSpikeConfig(Section):
+    """`train.loss_spike`: a step whose loss stands out from those before it."""
+
+    rule: Literal["median", "zscore"] = "median"
+    """What `threshold` counts: times the window's median, or standard deviations above its mean."""
+    threshold: AboveZero = 2.0
+    window: Annotated[Positive, Field(ge=2)] = 50
+    """Steps to compare with; nothing is a spike before there are so many."""
+    action: Literal["warn", "skip", "rewind"] = "warn"
+    """skip: drop the step's update; rewind: also go back to the newest checkpoint's weights."""
+    max_in_row: Positive = 20
+    """So many skipped or rewound steps in a row end the training."""
+
+
 class TrainConfig(Section):
     """`train`. Units: `*_every` and `steps` count optimizer steps; 0 turns a habit off."""
 
@@ -125,6 +142,13 @@ class TrainConfig(Section):
     sample_prompt: str | None = None
     sample_tokens: Positive = 40
     max_skipped_in_row: Positive = 20
+    ema_decay: Fraction | None = None
+    """Keep a moving average of the weights, which checkpoints hold as the kind `ema`; None: none."""
+    evaluate_ema: bool = False
+    """Evaluate and sample with the average in the weights' place."""
+    loss_spike: LossSpikeConfig | None = None
+    loss_chunk_tokens: Count | Auto = "auto"
+    """Tokens whose logits exist at a time; 0: all; auto: as many as the hidden size, 2048 at most."""
     threads: Positive | Auto = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
@@ -204,9 +228,17 @@ class Config(EngineSections):
         if self.train.eval_every and data.sources and not data.evals and not data.eval_fraction:
             remedy = "set data.eval_fraction or data.evals, or train.eval_every to 0"
             faults.append(Fault("train.eval_every", "there is nothing to evaluate on", remedy=remedy))
+        if self.train.evaluate_ema and self.train.ema_decay is None:
+            remedy = "set train.ema_decay, for example to 0.999"
+            faults.append(Fault("train.evaluate_ema", "there is no average of the weights", remedy=remedy))
         if faults:
             raise Unfit(*faults)
         return self
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What the user wrote, with overrides, before anything was derived."""
+        return self.model_dump(exclude_unset=True) if self._given is None else self._given
 
     def engine(self) -> EngineConfig:
         """What the engine sees of this run."""

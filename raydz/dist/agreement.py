@@ -6,11 +6,12 @@ Neighbours: `train/setup.py` and `Engine.load_checkpoint` wrap in these whatever
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from raydz import errors
 from raydz.dist.collectives import Communicator
+from raydz.dist.sequence import SequenceLog, first_difference
 from raydz.errors import RaydzError
 
 T = TypeVar("T")
@@ -67,3 +68,31 @@ def _rebuild(fields: dict) -> RaydzError:
     error = getattr(errors, fields.pop("type"))(**fields)
     error.retryable = retryable  # a class that only a higher layer knows may differ from its base in this
     return error
+
+
+def agree_on_sequences(comm: Communicator, logs: Sequence[SequenceLog], digests: Sequence[Sequence[float]]) -> None:
+    """Check that all ranks have launched the same collectives, from hashes that travelled with something else.
+
+    Collective: every rank of `comm`, but messages only where the hashes differ.
+
+    Args:
+        digests: of every rank, in rank order: one for each log.
+
+    Raises:
+        TrainingError: on every rank, naming the first launch that differs.
+    """
+    if all(list(row) == list(digests[0]) for row in digests):
+        return
+    parts = comm.all_gather_bytes(json.dumps([log.recent() for log in logs]).encode())
+    everyone = [[[(number, what) for number, what in log] for log in json.loads(part)] for part in parts]
+    what = "ranks have done different things since training began"
+    for index, log in enumerate(logs):
+        found = first_difference([rank[index] for rank in everyone])
+        if found:
+            raise errors.TrainingError(
+                what, where=f"launch {found[0]} of {log.name}",
+                got="; ".join(f"rank {rank}: {did}" for rank, did in enumerate(found[1])),
+                wanted="the same modules called in the same order on every rank",
+                remedy="look for a branch, a batch count or an exception that depends on the rank",
+            )  # fmt: skip
+    raise errors.TrainingError(what, where="longer ago than the ranks remember")

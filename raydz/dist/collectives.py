@@ -8,14 +8,18 @@ See "Ordered sums" in README.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from raydz.dist.clock import CommClock
-from raydz.errors import LayoutError
+from raydz.dist.monitor import Waiting
+from raydz.dist.sequence import SequenceLog
+from raydz.errors import LayoutError, TrainingError
 from raydz.ops.reduction import sum_rows
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -26,8 +30,12 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Handle:
     """A collective in flight; `wait` may be called again and then returns at once."""
 
-    def __init__(self, works: Sequence, clock: CommClock, finish: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self, works: Sequence, clock: CommClock, finish: Callable[[], object] | None = None, *,
+        what: str = "", waiting: Waiting | None = None,
+    ) -> None:  # fmt: skip
         self._works, self._clock, self._finish = list(works), clock, finish
+        self._what, self._waiting = what, waiting or Waiting()
         self._done = False
         if self._works:
             clock.launched()
@@ -36,11 +44,14 @@ class Handle:
         """Let the compute stream go on only when the result is there.
 
         Blocking: the host on gloo; the current stream alone on NCCL.
+
+        Raises:
+            PeerLost: another rank has gone, or the time limit has passed.
         """
         if self._done:
             return
         if self._works:
-            with self._clock.waiting():
+            with blocking(self._what, self._clock, self._waiting):
                 for work in self._works:
                     work.wait()
             self._clock.completed()
@@ -49,6 +60,32 @@ class Handle:
             self._finish()
             self._finish = None
         self._done = True
+
+
+class PeerLost(TrainingError):
+    """A collective failed because another rank ended, or did not come within the time limit."""
+
+    retryable = True
+
+
+@contextmanager
+def blocking(what: str, clock: CommClock, waiting: Waiting) -> Iterator[None]:
+    """Count the body as waiting, let the monitor see it, and name what it was for if it fails.
+
+    Raises:
+        PeerLost: in place of the backend's error.
+    """
+    waiting.begin(what)
+    try:
+        with clock.waiting():
+            yield
+    except RuntimeError as error:
+        raise PeerLost(
+            "a collective failed: another rank has gone or did not come", where=what,
+            got=str(error).strip().splitlines()[0], remedy="the first rank that failed says why",
+        ) from error  # fmt: skip
+    finally:
+        waiting.end()
 
 
 class Communicator:
@@ -61,21 +98,28 @@ class Communicator:
         group: process group, or None for a world of one without torch.distributed.
         ordered: sum in rank order in fp32 by all-to-all (always so on gloo).
         clock: where waits are counted.
+        name: of its sequence log.
+        waiting: where the monitor looks.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, ordered: bool, clock: CommClock) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, *, ordered: bool, clock: CommClock, name: str = "collectives",
+        waiting: Waiting | None = None,
+    ) -> None:  # fmt: skip
         self.group, self.clock = group, clock
+        self.log, self._waiting = SequenceLog(name), waiting or Waiting()
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
-        self.is_gloo = group is not None and dist.get_backend(group) == "gloo"
+        self._backend = "none" if group is None else str(dist.get_backend(group))
+        self.is_gloo = self._backend == "gloo"
         self._ordered = ordered or self.is_gloo
 
-    def all_gather_flat(self, full: Tensor, *, tag: int) -> Handle:
+    def all_gather_flat(self, full: Tensor, *, tag: int, what: str = "") -> Handle:
         """Fill `full` with the shards of all ranks; this rank's shard is already in its place.
 
         Shape: full (world_size * n,), contiguous; rank r owns [r * n, (r + 1) * n).
         Collective: every rank of the group; on gloo `tag` names the buffer, so that ranks that gather in different
-            orders wait for each other instead of receiving each other's bytes.
+            orders wait for each other instead of receiving each other's bytes. `what` names it to people.
         Ownership: `full` may be read only after `Handle.wait()`; the own shard must not change before it.
         """
         n = self._shard_numel(full)
@@ -83,12 +127,12 @@ class Communicator:
         if self.world_size == 1 or n == 0:
             return Handle([], self.clock)
         mine = full[self.rank * n : (self.rank + 1) * n]
-        with self.clock.waiting():
+        with self._launching(f"gather {what or tag}") as what:
             if not self.is_gloo:
                 works = [_all_gather(full, mine, group=self.group, async_op=True)]
             else:
                 works = self._exchange(full, mine, n, tag)
-        return Handle(works, self.clock)
+        return Handle(works, self.clock, what=what, waiting=self._waiting)
 
     def _exchange(self, full: Tensor, mine: Tensor, n: int, tag: int) -> list:
         works = []
@@ -99,7 +143,7 @@ class Communicator:
             works.append(dist.irecv(part, group=self.group, group_src=source, tag=tag))
         return works
 
-    def reduce_scatter_flat(self, flat: Tensor, out: Tensor, *, accumulate: bool = False) -> Handle:
+    def reduce_scatter_flat(self, flat: Tensor, out: Tensor, *, accumulate: bool = False, what: str = "") -> Handle:
         """Sum `flat` over the group and leave this rank's shard in `out` (added to it with `accumulate`).
 
         Shape: flat (world_size * n,), out (n,); both contiguous, same device.
@@ -117,30 +161,75 @@ class Communicator:
         if self.world_size == 1 or n == 0:
             return Handle([], self.clock, lambda: sum_rows(flat.view(1, n), out, accumulate=accumulate))
         if not self._ordered:
-            return self._native_reduce(flat, out, n, accumulate)
+            return self._native_reduce(flat, out, n, accumulate, what)
         received = torch.empty_like(flat)
-        with self.clock.waiting():
+        with self._launching(f"reduce {what}") as what:
             work = dist.all_to_all_single(received, flat, group=self.group, async_op=True)
         rows = received.view(self.world_size, n)
-        return Handle([work], self.clock, lambda: sum_rows(rows, out, accumulate=accumulate))
+        add = partial(sum_rows, rows, out, accumulate=accumulate)
+        return Handle([work], self.clock, add, what=what, waiting=self._waiting)
 
-    def _native_reduce(self, flat: Tensor, out: Tensor, n: int, accumulate: bool) -> Handle:
+    def _native_reduce(self, flat: Tensor, out: Tensor, n: int, accumulate: bool, what: str) -> Handle:
         summed = torch.empty(n, dtype=flat.dtype, device=flat.device)
-        with self.clock.waiting():
+        with self._launching(f"reduce {what}") as what:
             work = _reduce_scatter(summed, flat, group=self.group, async_op=True)
-        return Handle([work], self.clock, lambda: sum_rows(summed.view(1, n), out, accumulate=accumulate))
+        add = partial(sum_rows, summed.view(1, n), out, accumulate=accumulate)
+        return Handle([work], self.clock, add, what=what, waiting=self._waiting)
 
-    def all_gather_values(self, values: Sequence[float]) -> list[list[float]]:
+    @contextmanager
+    def _launching(self, what: str) -> Iterator[str]:
+        """Note a launch; gives the name to wait under."""
+        self.log.note(what)
+        numbered = f"{what} (#{self.log.count} of {self.log.name})"
+        with blocking(numbered, self.clock, self._waiting):
+            yield numbered
+
+    def all_reduce_flat(self, flat: Tensor) -> None:
+        """Sum `flat` over the group in place, in rank order where the group's reductions are.
+
+        Shape: (n,), contiguous, any n. Dtype: fp32. Collective and blocking: every rank, in the same order.
+        """
+        if self.world_size == 1:
+            return
+        if not self._ordered:
+            with self._launching("all-reduce"):
+                dist.all_reduce(flat, group=self.group)
+            self.clock.elements_sent += 2 * flat.numel() * (self.world_size - 1) // self.world_size
+            return
+        n = -(-flat.numel() // self.world_size)
+        padded = torch.nn.functional.pad(flat, (0, n * self.world_size - flat.numel()))
+        shard = torch.empty(n, dtype=torch.float32, device=flat.device)
+        self.reduce_scatter_flat(padded, shard).wait()
+        padded[self.rank * n : (self.rank + 1) * n] = shard
+        self.all_gather_flat(padded, tag=0).wait()
+        flat.copy_(padded[: flat.numel()])
+
+    def exchange(self, pieces: Sequence[Tensor], numels: Sequence[int], *, what: str = "exchange") -> list[Tensor]:
+        """Send `pieces[r]` to rank r; returns what each rank sent here, `numels[r]` elements of rank r.
+
+        Shape: 1-D, of any sizes, 0 too; every rank knows what it is sent (gloo does not notice a mismatch). Dtype:
+        one for all. Collective and blocking: every rank, in the same order.
+        """
+        if self.world_size == 1:
+            return list(pieces)
+        sent = torch.cat(list(pieces))
+        received = sent.new_empty(sum(numels))
+        with self._launching(what):
+            dist.all_to_all_single(received, sent, list(numels), [p.numel() for p in pieces], group=self.group)
+        self.clock.elements_sent += sent.numel() - pieces[self.rank].numel()
+        return list(received.split(list(numels)))
+
+    def all_gather_values(self, values: Sequence[float], *, what: str = "figures") -> list[list[float]]:
         """Gather a few fp64 numbers of each rank; row r holds rank r's.
 
         Collective: every rank of the group, with equally many values. Blocking: the host.
         """
         if self.world_size == 1:
             return [list(values)]
-        device = torch.device("cpu") if self.is_gloo else torch.device("cuda", torch.cuda.current_device())
+        device = self._message_device()
         mine = torch.tensor(values, dtype=torch.float64, device=device)
-        everyone = torch.empty(self.world_size * len(values), dtype=torch.float64, device=device)
-        with self.clock.waiting():
+        everyone = torch.zeros(self.world_size * len(values), dtype=torch.float64, device=device)
+        with self._launching(what):
             _all_gather(everyone, mine, group=self.group)
             rows = everyone.view(self.world_size, len(values)).tolist()
         return rows
@@ -158,12 +247,12 @@ class Communicator:
             raise LayoutError("a rank sends too much for one gather", got=f"{max(sizes)} bytes", wanted=f"<= {limit}")
         if self.world_size == 1:
             return [data]
-        device = torch.device("cpu") if self.is_gloo else torch.device("cuda", torch.cuda.current_device())
+        device = self._message_device()
         mine = torch.zeros(max(max(sizes), 1), dtype=torch.uint8, device=device)
         if data:
             mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         everyone = torch.empty(self.world_size * mine.numel(), dtype=torch.uint8, device=device)
-        with self.clock.waiting():
+        with self._launching("messages"):
             _all_gather(everyone, mine, group=self.group)
         rows = everyone.view(self.world_size, -1).cpu().numpy()
         return [rows[r, : sizes[r]].tobytes() for r in range(self.world_size)]
@@ -172,7 +261,10 @@ class Communicator:
         """Copy `tensor` of group rank `source` into every rank's. Collective and blocking."""
         if self.world_size == 1 or not tensor.numel():
             return
-        moved = tensor if self.is_gloo or tensor.is_cuda else tensor.cuda()  # NCCL sends device memory only
+        self.log.note("broadcast")
+        moved = (
+            tensor.cuda() if self._backend == "nccl" and not tensor.is_cuda else tensor
+        )  # NCCL sends device memory only
         dist.broadcast(moved, group=self.group, group_src=source)
         if moved is not tensor:
             tensor.copy_(moved)
@@ -180,6 +272,10 @@ class Communicator:
     def barrier(self) -> None:
         """Return when every rank of the group has called this. Blocking: the host."""
         self.all_gather_values([0.0])
+
+    def _message_device(self) -> torch.device:
+        """Where the backend takes its tensors from: NCCL only from devices."""
+        return torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
     def _shard_numel(self, flat: Tensor) -> int:
         if flat.numel() % self.world_size or not flat.is_contiguous():

@@ -62,6 +62,10 @@ class MeshShape:
         first = rank // size * size
         return list(range(first, first + size))
 
+    def replica_index(self, rank: int) -> int:
+        """Which of the replicas `rank` belongs to."""
+        return rank // (self.data * self.sp)
+
     def replica_ranks(self, rank: int) -> list[int]:
         """Ranks that hold the same shard as `rank`."""
         size = self.data * self.sp
@@ -79,13 +83,14 @@ class Mesh:
         self.gather_group = self._split(shape.shard_ranks)
         self.reduce_group = self._split(shape.shard_ranks)
         self.replica_group = self._split(shape.replica_ranks) if shape.replicate > 1 else None
+        everyone = list(range(shape.world_size))
+        self.world_group = self._split(lambda _rank: everyone) if shape.replicate > 1 else self.gather_group
 
     def close(self) -> None:
         """Destroy the process groups: each holds threads and sockets. Not collective; nothing may be under way."""
-        for group in (self.gather_group, self.reduce_group, self.replica_group):
-            if group is not None:
-                dist.destroy_process_group(group)
-        self.gather_group = self.reduce_group = self.replica_group = None
+        for group in {self.gather_group, self.reduce_group, self.replica_group, self.world_group} - {None}:
+            dist.destroy_process_group(group)
+        self.gather_group = self.reduce_group = self.replica_group = self.world_group = None
 
     def _split(self, ranks_of) -> dist.ProcessGroup | None:
         if self.shape.world_size == 1:

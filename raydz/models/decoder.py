@@ -1,7 +1,8 @@
-"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU, PyTorch's attention kernels.
+"""A Llama-style decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-Neighbours: `train/build.py` makes one on the meta device; `zero/` shards it and asks `initial_values`; `loss.py` is
-applied to what it returns. Names of modules and parameters are those of Hugging Face's Llama.
+Neighbours: `train/build.py` makes one on the meta device; `zero/` shards it and asks `initial_values`; `loss.py` gives
+it the labels; `attention.py`, `head.py` and `checkpointing.py` hold its parts. Names of modules and parameters are
+those of Hugging Face's Llama.
 
 Shapes in comments: B rows, T positions, D hidden, H heads, K key-value heads, E = D / H.
 """
@@ -10,18 +11,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from raydz.models.attention import AttentionCase, AttentionChoice, attend, choose, document_mask
+from raydz.models.checkpointing import wrap_blocks
+from raydz.models.head import OutputHead
 from raydz.models.init import normal_values
 
 
 @dataclass(frozen=True)
 class DecoderShape:
-    """Sizes under Hugging Face's names."""
+    """Sizes under Hugging Face's names, and what is traded for memory.
+
+    Args:
+        activation_checkpointing: one of `checkpointing.MODES`; true is "full".
+        loss_chunk_tokens: see `OutputHead`.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -33,7 +42,8 @@ class DecoderShape:
     rms_norm_eps: float = 1e-5
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | str = False
+    loss_chunk_tokens: int | Literal["auto"] = "auto"
 
     @property
     def head_dim(self) -> int:
@@ -72,16 +82,14 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(shape.hidden_size, kv, bias=False)
         self.o_proj = nn.Linear(inner, shape.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, repeats_heads: bool = False) -> Tensor:
         b, t, d = x.shape
         q, k, v = (
             projection(x).view(b, t, projection.out_features // self.head_dim, self.head_dim).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        mixed = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        mixed = attend(q, k, v, mask, repeats_heads=repeats_heads)
         return self.o_proj(mixed.transpose(1, 2).reshape(b, t, d))
 
 
@@ -108,8 +116,8 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.rms_norm_eps)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, repeats_heads: bool = False) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, repeats_heads)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -124,27 +132,35 @@ class Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Token ids to logits."""
+    """Token ids to logits, or with labels to their loss."""
+
+    returns_loss_sum = True
 
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.lm_head = OutputHead(shape.hidden_size, shape.vocab_size, shape.loss_chunk_tokens)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self._rotary = RotaryTable(shape.head_dim, shape.rope_theta)
+        wrap_blocks(self, shape.activation_checkpointing)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, document_ids: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token at every position.
 
-        Shape: input_ids, position_ids, document_ids (B, T) -> (B, T, vocab_size).
+        Shape: input_ids, position_ids, document_ids, labels (B, T) -> (B, T, vocab_size), or with labels a scalar.
 
         Args:
             position_ids: rotary positions; None counts from 0.
             document_ids: positions see only earlier ones with the same number; None is one document a row.
+            labels: already shifted, `IGNORE_INDEX` where none counts; the result is the sum of their losses.
         """
         b, t = input_ids.shape
         if position_ids is None:
@@ -152,12 +168,21 @@ class Decoder(nn.Module):
         mask = None if document_ids is None else document_mask(document_ids)
         x = self.model.embed_tokens(input_ids)
         cos, sin = self._rotary(position_ids, x.dtype)
+        repeats_heads = self._attention(x.dtype, x.device, masked=mask is not None).repeats_heads
         for block in self.model.layers:
-            if self.shape.activation_checkpointing and self.training:
-                x = checkpoint(block, x, cos, sin, mask, use_reentrant=False)
-            else:
-                x = block(x, cos, sin, mask)
-        return self.lm_head(self.model.norm(x))
+            x = block(x, cos, sin, mask, repeats_heads)
+        x = self.model.norm(x)
+        return self.lm_head(x) if labels is None else self.lm_head(x, labels)
+
+    def _attention(self, dtype: torch.dtype, device: torch.device, *, masked: bool) -> AttentionChoice:
+        shape = self.shape
+        heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim)
+        return choose(AttentionCase(*heads, dtype, device, masked))
+
+    def describe_attention(self, dtype: torch.dtype, device: torch.device) -> str:
+        """The attention kernels that run, in words."""
+        plain, masked = (self._attention(dtype, device, masked=masked).kernel for masked in (False, True))
+        return plain if plain == masked else f"{plain}; {masked} where a row holds several documents"
 
     def initial_values(self, name: str, start: int, stop: int, seed: int) -> Tensor:
         """Elements [start, stop) of the flattened parameter `name` before training, fp32.
@@ -179,10 +204,3 @@ class Decoder(nn.Module):
         matrices = sum(math.prod(p.shape) for p in self.parameters() if p.dim() > 1)
         matrices -= 0 if shape.tie_word_embeddings else embedding
         return 6 * matrices + 6 * shape.num_hidden_layers * shape.hidden_size * sequence_length
-
-
-def document_mask(document_ids: Tensor) -> Tensor:
-    """True where a query may see a key: not later, and in the same document. Shape: (B, T) -> (B, 1, T, T)."""
-    t = document_ids.shape[1]
-    causal = torch.ones(t, t, dtype=torch.bool, device=document_ids.device).tril()
-    return (document_ids[:, None, :, None] == document_ids[:, None, None, :]) & causal

@@ -80,6 +80,7 @@ def adamw_step(
     low: Tensor | None = None,
     out: Tensor | None = None,
     decoupled: bool = True,
+    bias_correction: bool = True,
     threads: int = 1,
 ) -> int:
     """Update `master`, `exp_avg` and `exp_avg_sq` in place and return how many scaled gradients are not finite.
@@ -94,6 +95,7 @@ def adamw_step(
         step: this step's number, from 1 on; the function keeps no state.
         grad_scale: multiplied into the gradient first: 1 / loss scale, times the clip factor.
         decoupled: weight decay shrinks the weight (AdamW); otherwise it is added to the gradient (Adam).
+        bias_correction: make up for moments that begin at zero.
         threads: at most so many, for host memory; the result does not depend on it.
 
     Raises:
@@ -113,6 +115,7 @@ def adamw_step(
         step=step,
         grad_scale=grad_scale,
         decoupled=decoupled,
+        bias_correction=bias_correction,
     )
     if kernels := kernels_for(master):
         return kernels.adamw(*(t if t is None else t.detach() for t in buffers), scalars, decoupled, threads)
@@ -129,6 +132,7 @@ def step_scalars(
     step: int,
     grad_scale: float = 1.0,
     decoupled: bool = True,
+    bias_correction: bool = True,
 ) -> Scalars:
     """The fp32 scalars of a step, for every implementation of it.
 
@@ -148,9 +152,9 @@ def step_scalars(
         one_minus_beta1=1.0 - beta1,
         beta2=beta2,
         one_minus_beta2=1.0 - beta2,
-        sqrt_bias2=math.sqrt(1.0 - beta2**step),
+        sqrt_bias2=math.sqrt(1.0 - beta2**step) if bias_correction else 1.0,
         eps=eps,
-        step_size=lr / (1.0 - beta1**step),
+        step_size=lr / (1.0 - beta1**step) if bias_correction else lr,
     )
     return Scalars(*(float(numpy.float32(value)) for value in exact))
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from raydz.errors import ConfigError
 from raydz.ops.adamw import adamw_step
 from raydz.optim.weights import WeightShard
 
@@ -59,6 +57,7 @@ class AdamW:
     eps: float = 1e-8
     weight_decay: float = 0.0
     decoupled: bool = True
+    bias_correction: bool = True
     threads: int = 1
     state_names = ("exp_avg", "exp_avg_sq")
 
@@ -73,25 +72,11 @@ class AdamW:
         weight_decay: float,
         grad_scale: float,
     ) -> None:
+        master, out = weights.compute, None
+        if weights.separate is not None:
+            master, out = weights.separate, weights.compute
         adamw_step(
-            weights.compute, grad, state["exp_avg"], state["exp_avg_sq"], low=weights.low, lr=lr, beta1=self.beta1,
+            master, grad, state["exp_avg"], state["exp_avg_sq"], low=weights.low, out=out, lr=lr, beta1=self.beta1,
             beta2=self.beta2, eps=self.eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale,
-            decoupled=self.decoupled, threads=self.threads,
+            decoupled=self.decoupled, bias_correction=self.bias_correction, threads=self.threads,
         )  # fmt: skip
-
-
-def build_optimizer(name: str, *, threads: int | None = None, **params) -> Optimizer:
-    """Build an optimizer from DeepSpeed's name and parameters (`Adam` means AdamW unless `adam_w_mode` is false).
-
-    Raises:
-        ConfigError: the name is not known.
-    """
-    if name.lower() not in ("adam", "adamw"):
-        raise ConfigError("unknown optimizer", where="optimizer.type", got=name, wanted="AdamW or Adam")
-    beta1, beta2 = params.get("betas", (0.9, 0.999))
-    return AdamW(
-        lr=params.get("lr", 1e-3), beta1=beta1, beta2=beta2, eps=params.get("eps", 1e-8),
-        weight_decay=params.get("weight_decay", 0.0),
-        decoupled=name.lower() == "adamw" or params.get("adam_w_mode", True),
-        threads=threads or torch.get_num_threads(),
-    )  # fmt: skip

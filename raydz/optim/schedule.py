@@ -12,15 +12,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from raydz.errors import ConfigError
+from raydz.optim.cycle import Betas, LRRangeTest, OneCycle
 
 
 class Schedule(Protocol):
     def lr(self, step: int) -> float:
         """Learning rate of optimizer step `step`, counted from 1."""
 
+    def betas(self, step: int) -> Betas | None:
+        """Betas of that step, where the schedule moves them; None leaves the optimizer's own."""
+
+
+class RateOnly:
+    """A schedule that leaves the betas alone."""
+
+    def betas(self, step: int) -> Betas | None:
+        return None
+
 
 @dataclass(frozen=True)
-class Constant:
+class Constant(RateOnly):
     """The optimizer's own rate, always."""
 
     value: float
@@ -34,7 +45,7 @@ def _warmup_ratio(iteration: int, num_steps: int, kind: str) -> float:
 
 
 @dataclass(frozen=True)
-class WarmupLR:
+class WarmupLR(RateOnly):
     """Rise from `warmup_min_lr` to `warmup_max_lr`, then stay.
 
     As in DeepSpeed the first two steps run at the minimum: its scheduler stands at iteration -1 during the first
@@ -71,7 +82,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 @dataclass(frozen=True)
-class WarmupCosineLR:
+class WarmupCosineLR(RateOnly):
     """Rise from `warmup_min_ratio` to 1, then half a cosine to `cos_min_ratio`, times the optimizer's rate.
 
     Source: DeepSpeed, class WarmupCosineLR (which runs the very first step at rate 0).
@@ -115,6 +126,9 @@ def build_schedule(name: str | None, params: Mapping, base_lr: float) -> Schedul
     if name == "WarmupCosineLR":
         defaults = {"warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 1e-4}
         return WarmupCosineLR(base_lr=base_lr, **(defaults | given))
+    if name in ("LRRangeTest", "OneCycle"):
+        return LRRangeTest(**given) if name == "LRRangeTest" else OneCycle(**given)
     raise ConfigError(
-        "unknown schedule", where="scheduler.type", got=name, wanted="WarmupLR, WarmupDecayLR or WarmupCosineLR"
-    )
+        "unknown schedule", where="scheduler.type", got=name,
+        wanted="WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest or OneCycle",
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The fp32 master weights of one shard, whole or split into the 16-bit weights and what they lack.
+"""The fp32 master weights of one shard: the weights themselves, split into two halves, or a copy beside 16-bit weights.
 
 Neighbours: `zero/group.py` owns one per flat group; `optimizer.py` updates slices of it; `ops/rounding.py` has the
 arithmetic of the split. See "Split master" in README.md.
@@ -16,42 +16,52 @@ from raydz.ops.rounding import merge_master, round_bf16, split_master
 
 @dataclass
 class WeightShard:
-    """Flat weights of one shard, exact in fp32.
+    """Flat weights of one shard, exact in fp32 where they are trained.
 
     Args:
-        compute: (n,) what the forward reads: fp32 (then it is the master itself) or bf16.
-        low: (n,) int16, the rest of the master under bf16 compute; None under fp32.
+        compute: (n,) what the forward reads: fp32 (then it is the master), bf16, fp16, or of any dtype if frozen.
+        low: (n,) int16, the rest of the master under bf16 compute.
+        separate: (n,) fp32, the master under fp16 compute, whose range is too narrow for a split.
 
     Ownership: `compute` may be a view of the unit's gathered buffer; nothing here is reallocated.
     """
 
     compute: Tensor
     low: Tensor | None = None
+    separate: Tensor | None = None
 
     @classmethod
     def around(cls, compute: Tensor) -> WeightShard:
-        """Wrap a shard of weights, with a zeroed low half where the dtype needs one."""
+        """Wrap a shard of weights, with a zeroed rest or master where the dtype needs one."""
         if compute.dtype == torch.float32:
             return cls(compute)
+        if compute.dtype == torch.float16:
+            return cls(compute, separate=torch.zeros(compute.numel(), dtype=torch.float32, device=compute.device))
         return cls(compute, torch.zeros(compute.numel(), dtype=torch.int16, device=compute.device))
 
     def slice(self, start: int, stop: int) -> WeightShard:
         """The same memory, elements [start, stop)."""
-        return WeightShard(self.compute[start:stop], None if self.low is None else self.low[start:stop])
+        low = None if self.low is None else self.low[start:stop]
+        separate = None if self.separate is None else self.separate[start:stop]
+        return WeightShard(self.compute[start:stop], low, separate)
 
     def master(self) -> Tensor:
-        """The fp32 values, (n,): the memory itself under fp32 compute, a new tensor else."""
+        """The exact values, (n,), fp32 where trained: a new tensor under a split master, live memory else."""
+        if self.separate is not None:
+            return self.separate
         return self.compute if self.low is None else merge_master(self.compute, self.low)
 
     def store(self, values: Tensor) -> None:
-        """Set the fp32 values, (n,) on any device."""
+        """Set the exact values, (n,) on any device; fp32, or already of the compute dtype if frozen."""
         values = values.to(self.compute.device)
-        if self.low is None and self.compute.dtype == torch.bfloat16:
-            round_bf16(values.contiguous(), self.compute)
-            return
-        if self.low is None:
+        if self.separate is not None:
+            self.separate.copy_(values)
+            self.compute.copy_(self.separate)
+        elif self.low is not None:
+            high, low = split_master(values.float().contiguous())
+            self.compute.copy_(high)
+            self.low.copy_(low)
+        elif self.compute.dtype == torch.bfloat16 and values.dtype != torch.bfloat16:
+            round_bf16(values.float().contiguous(), self.compute)
+        else:
             self.compute.copy_(values)
-            return
-        high, low = split_master(values.contiguous())
-        self.compute.copy_(high)
-        self.low.copy_(low)

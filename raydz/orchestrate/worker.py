@@ -15,7 +15,8 @@ import ray.train
 from raydz import log
 from raydz.config import Config
 from raydz.dist import init_world
-from raydz.errors import RaydzError
+from raydz.dist.monitor import print_and_exit, set_end
+from raydz.errors import RaydzError, TrainingError
 from raydz.train import run_training
 from raydz.train.build import LossFunction, ModelFunction
 
@@ -30,6 +31,12 @@ class WorkerTask:
     board: Any
 
 
+def _tell_and_exit(task: WorkerTask, error: TrainingError) -> None:
+    """End of a rank whose main thread waits for peers that will never come: the driver hears why."""
+    ray.get(task.board.post_failure.remote(error), timeout=10)
+    print_and_exit(error)
+
+
 def train_worker(settings: dict[str, Any]) -> None:
     """Train on this rank; Ray Train calls it once a worker and again in new processes after a restart.
 
@@ -40,6 +47,7 @@ def train_worker(settings: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     log.setup(rank)
     config = task.config
+    set_end(lambda error: _tell_and_exit(task, error))
     threads = config.train.threads
     try:
         world = init_world(

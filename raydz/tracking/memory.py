@@ -1,4 +1,4 @@
-"""Peaks of memory: of the device through torch's allocator, of the host through the kernel's own record.
+"""Peaks of memory: of the device through torch's allocator, of the host through the kernel's own record; what is free.
 
 Layer 3. `train/loop.py` calls `reset_peaks` before and `read_peaks` after a step; the names are those of
 `tracking.metrics`. Both are figures of this process alone.
@@ -6,6 +6,7 @@ Layer 3. `train/loop.py` calls `reset_peaks` before and `read_peaks` after a ste
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from pathlib import Path
@@ -79,3 +80,27 @@ def _uses_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available() and torch.cuda.is_initialized()
+
+
+def memory_bytes(root: Path = Path("/")) -> tuple[int, int]:
+    """Total and available bytes of the host, by /proc/meminfo and by the control group's limit.
+
+    Raises:
+        OSError: this system has no /proc/meminfo.
+    """
+    text = (root / "proc/meminfo").read_text()
+    fields = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
+    total, available = fields["MemTotal"], fields["MemAvailable"]
+    for folder, limit_name, used_name in (
+        (root / "sys/fs/cgroup", "memory.max", "memory.current"),
+        (root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        limit, used = _number(folder / limit_name), _number(folder / used_name)
+        if limit is not None and used is not None and limit < total:
+            total, available = limit, min(available, max(0, limit - used))
+    return total, available
+
+
+def _number(path: Path) -> int | None:
+    text = path.read_text().strip() if path.is_file() else ""
+    return int(text) if text.isdigit() else None

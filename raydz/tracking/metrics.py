@@ -47,6 +47,8 @@ _ROWS = (
     Metric("data_wait_share", "1", "mean", "time waited for the next batch over step time"),
     Metric("offload_wait_share", "1", "mean", "time waited for a host or NVMe tier over step time"),
     Metric("skipped_steps", "steps", "max", "steps skipped so far because of non-finite gradients"),
+    Metric("loss_scale", "1", "rank0", "factor of the step's losses under fp16"),
+    Metric("loss_spikes", "steps", "rank0", "steps so far whose loss stood out, by train.loss_spike"),
     Metric("checkpoint_blocking_s", "s", "max", "time that training stood still for a checkpoint"),
     Metric("eval_loss", "nats/token", "rank0", "loss on an evaluation set; eval_loss/<set> if it has a name"),
     Metric("attempt", "1", "rank0", "how often the run has been restarted; written with every step"),

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from raydz import log
 from raydz.config import Config
 from raydz.errors import ConfigError
-from raydz.models import Decoder, DecoderShape, causal_lm_loss
+from raydz.models import Decoder, DecoderShape, causal_lm_loss, compile_blocks
 from raydz.zero.initialize import unresettable_modules
 
 ModelFunction = Callable[..., nn.Module]
-LossFunction = Callable[[Any, dict[str, Tensor]], Tensor]
+LossFunction = Callable[[Any, dict[str, Any]], Tensor]
 """(engine in the model's place, micro-batch) -> sum over valid tokens."""
 
 _logger = log.get(__name__)
@@ -43,6 +43,7 @@ def decoder_shape(config: Config, vocab_size: int) -> DecoderShape:
         tie_word_embeddings=model.tie_word_embeddings,
         initializer_range=model.initializer_range,
         activation_checkpointing=model.activation_checkpointing,
+        loss_chunk_tokens=config.train.loss_chunk_tokens,
     )
 
 
@@ -59,7 +60,10 @@ def build_model(config: Config, vocab_size: int, function: ModelFunction | None)
     """
     if function is None:
         with torch.device("meta"):
-            return Decoder(decoder_shape(config, vocab_size))
+            decoder = Decoder(decoder_shape(config, vocab_size))
+        if config.model.compile:
+            compile_blocks(decoder, config.model.compile_backend)
+        return decoder
     arguments = (config,) if _wants_config(function) else ()
     with torch.device("meta"):
         model = _checked(function(*arguments))

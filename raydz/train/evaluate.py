@@ -42,7 +42,7 @@ def _mean_loss(engine: Engine, loss: LossFunction, rows: PackedRows, num_rows: i
     total = 0.0
     for part in parts:
         total += float(loss(engine, to_tensors(rows, part, engine.world.device)))
-    totals = engine.comms.gather.all_gather_values([total])
+    totals = engine.comms.world.all_gather_values([total])
     num_tokens = int(rows.num_valid_tokens(indices).sum())
     return sum(row[0] for row in totals) / num_tokens if num_tokens else math.nan
 

@@ -7,14 +7,15 @@ of the global batch by itself, because the order is a pure function of the step.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from raydz.data import IGNORE, BatchOrder, PackedRows, split
 
-MicroBatch = dict[str, Tensor]
+MicroBatch = dict[str, Any]
+"""Tensors by name; `document_ids` is None where every row is one document, for which attention has faster kernels."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Feed:
 def to_tensors(rows: PackedRows, indices: np.ndarray, device: torch.device) -> MicroBatch:
     """Rows as int64 tensors; no rows become one row whose labels are all ignored, so that collectives still happen."""
     batch = rows.rows(indices if len(indices) else np.zeros(1, dtype=np.int64))
+    documents = batch["document_ids"]
+    is_whole = bool((documents == documents[:, :1]).all())  # a function of the rows alone: a resumed run chooses alike
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)).long() for name, array in batch.items()}
     if not len(indices):
         tensors["labels"].fill_(IGNORE)
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    moved: MicroBatch = {name: tensor.to(device, non_blocking=True) for name, tensor in tensors.items()}
+    return moved | {"document_ids": None} if is_whole else moved

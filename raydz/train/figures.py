@@ -52,6 +52,8 @@ class StepWatch:
             "skipped_steps": float(self._engine.skipped_steps),
             **read_peaks(),
         }
+        if report.loss_scale is not None:
+            figures["loss_scale"] = report.loss_scale
         if self._peak_flops and self._flops_per_token:
             figures["mfu"] = num_own_tokens * self._flops_per_token / step_s / self._peak_flops
         return figures

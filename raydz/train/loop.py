@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from contextlib import nullcontext
 from typing import Literal
 
 import numpy as np
@@ -22,9 +23,11 @@ from raydz.tracking import read_peaks, reduce_over_ranks
 from raydz.train.build import LossFunction, ModelFunction
 from raydz.train.evaluate import evaluate, write_sample
 from raydz.train.figures import StepWatch
+from raydz.train.memory import naming_out_of_memory
 from raydz.train.progress import Progress
 from raydz.train.result import Result
 from raydz.train.setup import Run, mlflow_uri, open_run, settle_tracking, start_tracking
+from raydz.train.spikes import commit_or_answer
 
 _MAX_FAILED_SAVES = 3
 _logger = log.get(__name__)
@@ -46,7 +49,8 @@ def run_training(
         return _result(run, "complete")
     start_tracking(run)
     try:
-        train(run)
+        with naming_out_of_memory(run.memory, run.engine, "while training"):
+            train(run)
     except BaseException as error:
         if run.tracker:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -69,8 +73,9 @@ def train(run: Run) -> None:
         for step in range(run.step + 1, steps + 1):
             metrics = train_step(run, step, watch)
             if is_due(step, config.eval_every) or (step == steps and config.eval_every):
-                metrics |= evaluate(run.engine, run.loss, run.eval_sets, config.eval_rows)
-                _write_sample(run, step, progress)
+                with run.engine.averaged() if config.evaluate_ema else nullcontext():
+                    metrics |= evaluate(run.engine, run.loss, run.eval_sets, config.eval_rows)
+                    _write_sample(run, step, progress)
             run.step, run.metrics = step, run.metrics | metrics
             if run.tracker:
                 run.tracker.log_step(step, metrics)
@@ -92,15 +97,18 @@ def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
         loss = run.loss(engine, micro_batch)
         engine.backward(loss, denominator=batch.num_tokens)  # one normaliser for the whole step
         loss_sum += loss.detach().double().item()
-        report = engine.step()
-    assert report is not None, "the last micro-batch of a step updates"
+        if micro_batch is not batch.micro_batches[-1]:
+            engine.step()
+    losses = engine.comms.world.all_gather_values([loss_sum])
+    mean_loss = sum(row[0] for row in losses) / batch.num_tokens
+    report = commit_or_answer(run, step, mean_loss)
     figures = watch.stop(report, batch.num_own_tokens)
     run.tokens_seen += batch.num_tokens
     if run.blocked_s is not None:
         figures["checkpoint_blocking_s"], run.blocked_s = run.blocked_s, None
-    losses = engine.comms.reduce.all_gather_values([loss_sum])
-    metrics = reduce_over_ranks(figures, engine.comms.reduce.all_gather_values)
-    mean_loss = sum(row[0] for row in losses) / batch.num_tokens
+    if run.spikes is not None:
+        figures["loss_spikes"] = float(run.spikes.count)
+    metrics = reduce_over_ranks(figures, engine.comms.world.all_gather_values)
     return {"loss": mean_loss, **metrics, "tokens_seen": float(run.tokens_seen)}
 
 
@@ -127,7 +135,7 @@ def save_checkpoint(run: Run, progress: Progress) -> None:
     started = time.perf_counter()
     folder = step_folder(run.step)
     state = {
-        "train": {"tokens_seen": run.tokens_seen},
+        "train": {"tokens_seen": run.tokens_seen, "spikes": run.spikes.state() if run.spikes else None},
         "data": run.feed.order.state(run.step),
         "rng": {"seed": run.config.run.seed, "rule": "every step seeds from (seed, step, rank)"},
         "config": run.config.model_dump(mode="json"),

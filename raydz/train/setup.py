@@ -21,12 +21,15 @@ from raydz.dist import CommClock, Communicator, World
 from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.engine import Engine
 from raydz.errors import ConfigError, DataError
+from raydz.models import Decoder
 from raydz.storage import S3Options, Store, open_store
 from raydz.tracking import Tracker, settle_run
 from raydz.tracking.journal import read
 from raydz.train.build import LossFunction, ModelFunction, build_model, choose_loss
 from raydz.train.feed import Feed
+from raydz.train.memory import MemoryCheck, check_memory, naming_out_of_memory
 from raydz.train.resume import Start, choose_start, load_manifest
+from raydz.train.spikes import SpikeWatch
 
 _logger = log.get(__name__)
 
@@ -45,6 +48,7 @@ class Run:
 
     config: Config
     engine: Engine
+    memory: MemoryCheck
     loss: LossFunction
     feed: Feed
     eval_sets: dict[str, PackedRows]
@@ -60,6 +64,7 @@ class Run:
     blocked_s: float | None = None
     newest_folder: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    spikes: SpikeWatch | None = None
     sample: str | None = None
     mlflow_run_id: str | None = None
 
@@ -93,11 +98,20 @@ def open_run(config: Config, world: World, model: ModelFunction | None, loss: Lo
     prepared = on_every_rank(comm, lambda: prepare_data(config))
     batch = config.engine().batch(world.world_size)
     module = on_every_rank(comm, lambda: build_model(config, prepared.vocab_size, model))
-    engine = Engine(module, config.engine(), world, max_skipped_in_row=config.train.max_skipped_in_row)
+    memory = on_every_rank(comm, lambda: check_memory(config, module, world, prepared.vocab_size))
+    with naming_out_of_memory(memory, None, "while the engine was built"):
+        engine = Engine(
+            module, config.engine(), world,
+            max_skipped_in_row=config.train.max_skipped_in_row, ema_decay=config.train.ema_decay,
+        )  # fmt: skip
+    if isinstance(module, Decoder):
+        dtype = engine.sharded.precision.compute_dtype
+        _logger.info("attention kernel: %s", module.describe_attention(dtype, world.device))
     rows = PackedRows(prepared.train_dir, config.data.sequence_length)
     run = Run(
         config=config,
         engine=engine,
+        memory=memory,
         loss=choose_loss(loss),
         feed=Feed(
             rows,
@@ -113,6 +127,7 @@ def open_run(config: Config, world: World, model: ModelFunction | None, loss: Lo
         store=store,
         start=_agree_on_start(config, store, comm),
         run_dir=Path(config.run.root) / str(config.run.name),
+        spikes=SpikeWatch(config.train.loss_spike) if config.train.loss_spike else None,
     )
     if not run.start.is_beginning:
         on_every_rank(comm, lambda: _load(run))
@@ -165,6 +180,8 @@ def _load(run: Run) -> None:
     run.feed.order.check_resume(state["data"])
     run.engine.load_from(store, run.start.folder, manifest)
     run.step, run.tokens_seen = manifest.step, state["train"]["tokens_seen"]
+    if run.spikes is not None and state["train"].get("spikes"):
+        run.spikes.load_state(state["train"]["spikes"])
     if run.start.store_uri == run.store.uri:
         run.newest_folder = run.start.folder
         run.metrics = dict(state["metrics"])
@@ -198,9 +215,11 @@ def start_tracking(run: Run) -> None:
             attempt=_attempts_before(run.run_dir),
         )
 
-    on_every_rank(run.engine.comms.gather, start)
-    where = run.engine.comms.gather.all_gather_bytes(f"{socket.gethostname()}:{os.getpid()}".encode())
+    on_every_rank(run.engine.comms.world, start)
+    where = run.engine.comms.world.all_gather_bytes(f"{socket.gethostname()}:{os.getpid()}".encode())
     if run.tracker:
+        run.tracker.log_event("plan", run.memory.as_event())
+        run.tracker.log_text("plan.txt", run.memory.as_text())
         run.tracker.log_event("ranks", {"step": run.step, "processes": [place.decode() for place in where]})
 
 

@@ -115,7 +115,7 @@ class GroupGradients:
         if not accumulate:
             self.reduced = torch.empty(shard, dtype=torch.float32, device=full.device)
         sent = full if self._wire_dtype is None else full.to(self._wire_dtype)
-        self._handle = self.comm.reduce_scatter_flat(sent, self.sums, accumulate=accumulate)
+        self._handle = self.comm.reduce_scatter_flat(sent, self.sums, accumulate=accumulate, what=self.group.label)
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if any, and give the full buffer back or mark it empty."""
@@ -135,8 +135,13 @@ class GroupGradients:
         if whole is None or whole.dtype != torch.float32:
             whole = torch.empty(shard.numel() * self.comm.world_size, dtype=torch.float32, device=shard.device)
         whole[self.comm.rank * shard.numel() : (self.comm.rank + 1) * shard.numel()] = shard
-        self.comm.all_gather_flat(whole, tag=self.group.index + 1).wait()
+        self.comm.all_gather_flat(whole, tag=self.group.index + 1, what=self.group.label).wait()
         self.reduced = whole
+
+    def sum_over_replicas(self, replica: Communicator) -> None:
+        """Add the sums of the other replicas, in fp32. Collective over the ranks with this shard, once a step."""
+        self.reduced = self.sums.float()
+        replica.all_reduce_flat(self.reduced)
 
     def norm_part(self) -> Tensor:
         """The part of `reduced` that this rank counts in the global norm: every element once over all ranks."""

@@ -19,7 +19,7 @@ from raydz.zero.policy import StagePolicy
 from raydz.zero.units import ParameterSpec
 
 ValueSource = Callable[[ParameterSpec, int, int], Tensor]
-"""(parameter, start, stop) -> fp32 values of its flattened elements [start, stop)."""
+"""(parameter, start, stop) -> values of its flattened elements [start, stop), fp32 or of the parameter's own dtype."""
 
 
 class FlatGroup:
@@ -48,6 +48,7 @@ class FlatGroup:
         persistent: bool,
     ) -> None:
         self.index, self.specs, self.comm = index, list(specs), comm
+        self.label = specs[0].name + (f" (+{len(specs) - 1})" if len(specs) > 1 else "")
         self.layout = GroupLayout.of([(s.name, tuple(s.parameter.shape)) for s in specs], comm.world_size)
         self.trainable = specs[0].parameter.requires_grad
         self.dtype, self.device = dtype, device
@@ -63,7 +64,7 @@ class FlatGroup:
         self.is_gathered = False
         self._handle: Handle | None = None
         self._views = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.segments]
-        nan = torch.full((1,), torch.nan, dtype=dtype, device=device)
+        nan = torch.full((1,), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
         self._placeholders = [nan.expand(view.numel()).view(view.shape) for view in self._views]
         self.parameters = [self._adopt(spec, view) for spec, view in zip(self.specs, self._views, strict=True)]
         if not self.keeps_parameters:
@@ -82,7 +83,7 @@ class FlatGroup:
         return spec.parameter
 
     def fill(self, source: ValueSource) -> None:
-        """Set the owned weights from fp32 values; the others' parts arrive with the next gather."""
+        """Set the owned weights from exact values; the others' parts arrive with the next gather."""
         start, stop = self.owned
         by_name = {spec.name: spec for spec in self.specs}
         for part in self.layout.intervals(start, stop):
@@ -113,9 +114,10 @@ class FlatGroup:
             start, stop = self.owned
             self.full[start:stop].copy_(self.weights.compute)
         whole = self.owned == (0, self.layout.padded_numel)
-        self._handle = (
-            Handle([], self.comm.clock) if whole else self.comm.all_gather_flat(self.full, tag=self.index + 1)
-        )
+        if whole:
+            self._handle = Handle([], self.comm.clock)
+        else:
+            self._handle = self.comm.all_gather_flat(self.full, tag=self.index + 1, what=self.label)
 
     def finish_gather(self) -> None:
         """Wait for the gather and let every Parameter show its values."""
@@ -145,8 +147,28 @@ class FlatGroup:
             self._handle = None
         for parameter, placeholder in zip(self.parameters, self._placeholders, strict=True):
             parameter.data = placeholder
+        if not self.full.untyped_storage().resizable():
+            self._renew_buffer()
         self.full.untyped_storage().resize_(0)
         self.is_gathered = False
+
+    def _renew_buffer(self) -> None:
+        """Leave the buffer to who holds a numpy array of a parameter, which pins its storage, and take another one."""
+        self.full = torch.empty_like(self.full)
+        self._views = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.segments]
+
+    def lend(self, whole: Tensor) -> None:
+        """Let the Parameters be views of `whole`, (padded_numel,), until `take_back`."""
+        for parameter, s in zip(self.parameters, self.layout.segments, strict=True):
+            parameter.data = whole[s.start : s.stop].view(s.shape)
+        self.is_gathered = True
+
+    def take_back(self) -> None:
+        """End `lend`; what the buffers hold counts as changed."""
+        homes = self._views if self.keeps_parameters else self._placeholders
+        for parameter, home in zip(self.parameters, homes, strict=True):
+            parameter.data = home
+        self.mark_updated()
 
     def mark_updated(self) -> None:
         """The owned weights changed: others' copies are stale, and graphs built before must not be used.

@@ -20,12 +20,15 @@ from raydz.errors import LayoutError
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.sharded import ForwardCall, ShardedModel, Unit
 
-_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_state_dict_pre_hooks")
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"),
+    *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+)
 
 
 def install_hooks(sharded: ShardedModel) -> list:
     """Put hooks on every unit's module and every trainable parameter; returns handles with `remove()`."""
-    handles: list = []
+    handles: list = sharded.precision.install_casts(sharded.model)
     for unit in sharded.units:
         handles.append(unit.spec.module.register_forward_pre_hook(_before_forward(sharded, unit), with_kwargs=True))
         handles.append(unit.spec.module.register_forward_hook(_after_forward(sharded, unit)))
@@ -110,6 +113,7 @@ class _CopyGuard:
         self._sharded = sharded
         self._modules = list(sharded.model.modules())
         self._handles = [module.register_state_dict_pre_hook(self._before_state_dict) for module in self._modules]
+        self._handles += [module.register_load_state_dict_pre_hook(self._before_load) for module in self._modules]
         self._ids = {handle.id for handle in [*hooks, *self._handles]}
         for module in self._modules:
             module.__dict__["__deepcopy__"] = partial(self._deepcopy, module)
@@ -122,6 +126,19 @@ class _CopyGuard:
 
     def _before_state_dict(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         self._refuse()
+
+    def _before_load(self, module: nn.Module, *_: object) -> None:
+        """Values that a module takes reach neither other ranks' shards nor the rest of a 16-bit weight's master."""
+        if self._sharded.accepts_writes:
+            return
+        for group in self._sharded.groups:
+            has_all = group.keeps_parameters and group.owned == (0, group.layout.padded_numel)
+            if not has_all or group.weights.master() is not group.weights.compute:
+                raise LayoutError(
+                    "a state cannot be loaded into a sharded module: its masters would stay what they are",
+                    where=group.specs[0].name, wanted="engine.load_full_state_dict(state)",
+                    remedy="or wrap the call in `with engine.gathered(modify=True):`, where rank 0's values count",
+                )  # fmt: skip
 
     def _refuse(self) -> None:
         stale = next((group for group in self._sharded.groups if not group.is_gathered), None)

@@ -23,6 +23,7 @@ from raydz.zero.initialize import UnitValues
 from raydz.zero.layout import split_by_numel
 from raydz.zero.options import ZeroOptions
 from raydz.zero.policy import StagePolicy
+from raydz.zero.precision import PrecisionPlan
 from raydz.zero.schedule import Pass, UseOrder
 from raydz.zero.units import ParameterSpec, UnitSpec, find_units
 
@@ -82,10 +83,18 @@ class Unit:
 
 @dataclass(frozen=True)
 class Communicators:
-    """Gathers and reductions run over process groups of their own, so that neither queues behind the other."""
+    """Gathers and reductions run over process groups of their own, so that neither queues behind the other.
+
+    Args:
+        gather, reduce: of the ranks that share a shard group.
+        world: of all ranks.
+        replica: of the ranks that hold the same shard; None where there is one replica.
+    """
 
     gather: Communicator
     reduce: Communicator
+    world: Communicator
+    replica: Communicator | None = None
 
 
 class ShardedModel:
@@ -107,19 +116,23 @@ class ShardedModel:
         policy: StagePolicy,
         comms: Communicators,
         device: torch.device,
-        compute_dtype: torch.dtype,
+        precision: PrecisionPlan,
         options: ZeroOptions,
         values: UnitValues,
         accumulation: int,
         unit_patterns: Sequence[str] | None = None,
     ) -> None:
         self.model, self.policy, self.comms, self.device = model, policy, comms, device
-        self.compute_dtype, self._accumulation = compute_dtype, accumulation
+        self.precision, self._accumulation = precision, accumulation
         specs = find_units(model, unit_patterns)
         self.options = options.resolved(specs)
         self.groups: list[FlatGroup] = []
         self.gradients: list[GroupGradients] = []
-        self.units = [self._build_unit(spec, values) for spec in specs]
+        self.accepts_writes = False
+        """The module's parameters show masters that may be changed: see `export.modified`."""
+        self.units = [Unit(spec) for spec in specs]
+        for unit in self.units:
+            self._build_groups(unit, values(unit.spec))
         self._order: UseOrder[Unit] = UseOrder()
         self.in_backward = False
         self._to_reduce: deque[tuple[Unit, GroupGradients]] = deque()
@@ -127,26 +140,37 @@ class ShardedModel:
 
     # -- building ----------------------------------------------------------------------------------------------
 
-    def _build_unit(self, spec: UnitSpec, values: UnitValues) -> Unit:
-        unit = Unit(spec)
-        source = values(spec)
-        for trainable, persistent in ((True, False), (True, True), (False, False), (False, True)):
-            members = [
-                p
-                for p in spec.parameters
-                if p.parameter.requires_grad == trainable and self._is_persistent(p) == persistent
-            ]
-            runs = split_by_numel([p.parameter.numel() for p in members], self.options.bucket_numel)
-            for run in runs:
-                self._build_group(unit, [members[i] for i in run], persistent, source)
-        return unit
+    def _build_groups(self, unit: Unit, source: ValueSource) -> None:
+        kinds: dict[tuple[bool, bool, torch.dtype], list[ParameterSpec]] = {}
+        for p in unit.spec.parameters:
+            kind = (not p.parameter.requires_grad, self._is_persistent(p), self.precision.dtype_of(p))
+            kinds.setdefault(kind, []).append(p)
+        for kind in sorted(kinds, key=lambda kind: kind[:2]):  # trained before frozen, dtypes in module order
+            members, (_, persistent, dtype) = kinds[kind], kind
+            for run in split_by_numel([p.parameter.numel() for p in members], self.options.bucket_numel):
+                self._build_group(unit, [members[i] for i in run], persistent, dtype, source)
+
+    def regroup(self, units: Sequence[Unit], source: ValueSource) -> None:
+        """Form the flat groups of `units` anew from their parameters' `requires_grad`, with values from `source`.
+
+        Nothing may be gathered or in flight. Groups are numbered anew, alike on all ranks.
+        """
+        for unit in units:
+            unit.groups, unit.gradients = [], []
+            self._build_groups(unit, source)
+        self.groups = [group for unit in self.units for group in unit.groups]
+        self.gradients = [grads for unit in self.units for grads in unit.gradients]
+        for index, group in enumerate(self.groups):
+            group.index = index
 
     def _is_persistent(self, spec: ParameterSpec) -> bool:
         return not self.policy.keeps_parameters and spec.parameter.numel() < self.options.persistence_numel
 
-    def _build_group(self, unit: Unit, members: list[ParameterSpec], persistent: bool, source: ValueSource) -> None:
+    def _build_group(
+        self, unit: Unit, members: list[ParameterSpec], persistent: bool, dtype: torch.dtype, source: ValueSource
+    ) -> None:
         group = FlatGroup(
-            len(self.groups), members, dtype=self.compute_dtype, device=self.device, comm=self.comms.gather,
+            len(self.groups), members, dtype=dtype, device=self.device, comm=self.comms.gather,
             policy=self.policy, persistent=persistent,
         )  # fmt: skip
         group.fill(source)
@@ -163,7 +187,16 @@ class ShardedModel:
     # -- gathering ---------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: Unit) -> None:
-        """Gather the unit, and start on those that follow."""
+        """Gather the unit, and start on those that follow.
+
+        Raises:
+            TrainingError: parameters are being changed.
+        """
+        if self.accepts_writes:
+            raise TrainingError(
+                "a forward while parameters are being changed", where=unit.spec.name or "the model",
+                remedy="leave `with engine.gathered(modify=True)` first",
+            )  # fmt: skip
         if unit.is_root and not self.in_backward:
             self._order.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATE)
         self._gather(unit)

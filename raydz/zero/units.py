@@ -32,6 +32,15 @@ class ParameterSpec:
         self.parameter = parameter
 
 
+def matches(spec: ParameterSpec, pattern: str) -> bool:
+    """Whether a shell pattern fits one of the parameter's names, or the name of a module around it."""
+    for name in (spec.name, *spec.aliases):
+        parts = name.split(".")
+        if any(fnmatchcase(".".join(parts[:depth]), pattern) for depth in range(1, len(parts) + 1)):
+            return True
+    return False
+
+
 @dataclass(eq=False)
 class UnitSpec:
     """A module whose forward uses `parameters` and no other unit's ("" is the root)."""
@@ -65,7 +74,7 @@ def find_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     names = _matching(modules, patterns) if patterns else _automatic(model, modules)
     units = {name: UnitSpec(name, modules[name], []) for name in ("", *names)}
     by_path = dict(model.named_modules(remove_duplicate=False))
-    for spec in _parameters(model):
+    for spec in parameter_specs(model):
         units[_common_unit([spec.name, *spec.aliases], units, by_path)].parameters.append(spec)
     found = [unit for unit in units.values() if unit.parameters or unit.name == ""]
     for unit in found[1:]:
@@ -90,11 +99,7 @@ def _matching(modules: dict[str, nn.Module], patterns: Sequence[str]) -> list[st
 
 
 def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
-    blocks: list[str] = []
-    for name, module in modules.items():
-        inside = any(name == block or name.startswith(block + ".") for block in blocks)
-        if isinstance(module, nn.ModuleList) and not inside:
-            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+    blocks = block_names(model)
     vocabularies = {m.num_embeddings for m in modules.values() if isinstance(m, nn.Embedding)}
     ends = [
         name
@@ -107,7 +112,18 @@ def _automatic(model: nn.Module, modules: dict[str, nn.Module]) -> list[str]:
     return [name for name in modules if name in chosen]
 
 
-def _parameters(model: nn.Module) -> list[ParameterSpec]:
+def block_names(model: nn.Module) -> list[str]:
+    """The children of the outermost `nn.ModuleList`s."""
+    blocks: list[str] = []
+    for name, module in model.named_modules():
+        inside = any(name == block or name.startswith(block + ".") for block in blocks)
+        if isinstance(module, nn.ModuleList) and not inside:
+            blocks += [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+    return blocks
+
+
+def parameter_specs(model: nn.Module) -> list[ParameterSpec]:
+    """Every parameter once, in module order."""
     specs: dict[int, ParameterSpec] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydz.cli.compute import judge_backends, judge_gpus, kernels, threads
+from raydz.cli.compute import attention, judge_backends, judge_gpus, kernels, threads
 from raydz.ops import native
 
 
@@ -50,6 +50,11 @@ def test_kernels_name_their_instruction_set(monkeypatch):
     monkeypatch.setattr(native, "describe", lambda: {"isa": "avx2", "version": "0.1.0", "path": "/x.so"})
     (found,) = kernels()
     assert (found.state, found.detail) == ("ok", "avx2, version 0.1.0")
+
+
+def test_attention_kernels_are_those_that_run_here():
+    (found,) = attention()
+    assert (found.state, found.detail) == ("ok", "on cpu: bf16 flash (cpu); fp32 flash (cpu)")
 
 
 def test_threads_that_the_environment_sets_are_named(monkeypatch):

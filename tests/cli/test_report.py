@@ -21,7 +21,7 @@ S3_PACKAGES = ("boto3", "botocore", "s3transfer", "awscrt")
         ((), set()),
         (S3_PACKAGES, {"boto3", "awscrt"}),
         (("ray", "mlflow"), {"ray", "mlflow"}),
-        (("torch",), {"torch", "native kernels", "torch threads", "torch.distributed", "gpus"}),
+        (("torch",), {"torch", "native kernels", "torch threads", "torch.distributed", "gpus", "attention"}),
     ],
 )
 def test_a_missing_package_is_reported_and_the_report_goes_on(blocked, broken):

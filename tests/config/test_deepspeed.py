@@ -7,8 +7,10 @@ from pydantic import BaseModel
 from raydz.config.deepspeed import KEYS
 from raydz.config.engine import (
     EngineConfig,
+    LRRangeTestParams,
     OffloadOptimizerConfig,
     OffloadParamConfig,
+    OneCycleParams,
     OptimizerConfig,
     WarmupCosineLRParams,
     WarmupLRParams,
@@ -58,6 +60,7 @@ def test_table_says_the_defaults_that_the_code_has():
         "optimizer.params.": OptimizerConfig().params,
         "scheduler.params.": WarmupLRParams(),
         "bf16.": EngineConfig().bf16,
+        "fp16.": EngineConfig().fp16,
         "data_types.": EngineConfig().data_types,
     }
     compared = 0
@@ -69,6 +72,10 @@ def test_table_says_the_defaults_that_the_code_has():
             assert KEYS[prefix + name].our_default == value, prefix + name
             compared += 1
     assert compared > 40
+    cycle = OneCycleParams(cycle_min_lr=0.0, cycle_max_lr=0.0)
+    for name, value in [*LRRangeTestParams(), *cycle]:
+        if name not in cycle.model_fields_set:
+            assert KEYS["scheduler.params." + name].our_default == value, name
     for name, value in WarmupCosineLRParams():
         assert KEYS["scheduler.params." + name].our_default == value, name
 

@@ -68,3 +68,11 @@ def test_loaded_engine_configuration_is_returned_as_it_is():
     run = load({"train_batch_size": 8})
     assert load_engine(run) == run.engine()
     assert load_engine(run.engine()) == run.engine()
+
+
+def test_fp16_and_bf16_choose_the_compute_dtype():
+    assert load_engine({}).compute_dtype == "fp32"
+    assert load_engine({"fp16": {"enabled": True}}).compute_dtype == "fp16"
+    assert load_engine({"bf16": {"enabled": True}}).compute_dtype == "bf16"
+    with pytest.raises(ConfigError, match="both enabled"):
+        load_engine({"bf16": {"enabled": True}, "fp16": {"enabled": True}})

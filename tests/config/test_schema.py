@@ -67,3 +67,17 @@ def test_configuration_is_frozen_and_survives_pickling():
 def test_empty_sections_are_those_that_are_left_out(write):
     path = write("demo.yaml", "train:\n  # steps: 3\noptimizer:\nbf16:\ndata:\n  tokenizer:\n  evals:\n")
     assert load(path).model_dump(exclude={"run"}) == load({}).model_dump(exclude={"run"})
+
+
+@pytest.mark.parametrize("section", ["model", "parallel"])
+@pytest.mark.parametrize(
+    ("given", "mode"), [(True, "full"), (False, "none"), ("selective", "selective"), ("none", "none")]
+)
+def test_activation_checkpointing_is_a_switch_or_a_mode(section, given, mode):
+    assert getattr(load({section: {"activation_checkpointing": given}}), section).activation_checkpointing == mode
+
+
+@pytest.mark.parametrize("given", ["all", 1, 2])
+def test_other_activation_checkpointing_is_refused(given):
+    with pytest.raises(ConfigError, match="activation_checkpointing"):
+        load({"model": {"activation_checkpointing": given}})

@@ -74,13 +74,12 @@ def test_old_and_new_spelling_together_are_refused():
 @pytest.mark.parametrize(
     ("given", "name"),
     [
-        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, "fp16.fp16_master_weights_and_grads"),
         ({"amp": {"enabled": True}}, "amp"),
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"elasticity": {"enabled": True, "max_train_batch_size": 4}}, "elasticity"),
-        ({"optimizer": {"type": "Muon", "params": {"momentum": 0.9}}}, "optimizer.type"),
-        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1}}}, "scheduler.type"),
-        ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization.mics_shard_size"),
+        ({"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}}, "optimizer.type"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
     ],
 )
 def test_what_raydz_does_not_do_is_refused_by_name_with_the_reason(given, name):

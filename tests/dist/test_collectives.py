@@ -130,6 +130,22 @@ def test_values_bytes_and_broadcasts_reach_every_rank(ranks, world: int) -> None
         assert shared == [0.0, world, 2.0 * world, 3.0 * world]
 
 
+def exchange_uneven(rank: int, world_size: int, dtype: torch.dtype) -> tuple[list[list[float]], int]:
+    """Rank r sends r * to elements of value 10 * r + to: nothing from rank 0, nothing to rank 0."""
+    comm = communicator()
+    pieces = [torch.full((rank * to,), 10.0 * rank + to, dtype=dtype) for to in range(world_size)]
+    received = comm.exchange(pieces, [source * rank for source in range(world_size)])
+    return [piece.tolist() for piece in received], comm.clock.elements_sent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_exchange_brings_pieces_of_any_sizes(ranks, world: int, dtype: torch.dtype) -> None:
+    for rank, (received, sent) in enumerate(ranks(world).run(exchange_uneven, dtype)):
+        assert received == [[10.0 * source + rank] * (source * rank) for source in range(world)]
+        assert sent == sum(rank * to for to in range(world) if to != rank)
+
+
 def send_too_much(rank: int, world_size: int) -> str:
     comm = communicator()
     try:

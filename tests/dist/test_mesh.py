@@ -73,16 +73,19 @@ def build_and_close(rank: int, world_size: int) -> list[tuple[int, int] | None]:
     from raydz.dist import Mesh
 
     mesh = Mesh(MeshShape.for_world(world_size, shard_size=2), rank)
-    groups = [mesh.gather_group, mesh.reduce_group, mesh.replica_group]
+    groups = [mesh.gather_group, mesh.reduce_group, mesh.replica_group, mesh.world_group]
     found = [(dist.get_world_size(group), dist.get_rank(group)) for group in groups]
     known = len(dist.distributed_c10d._world.pg_map)
     mesh.close()
-    assert len(dist.distributed_c10d._world.pg_map) == known - 3
-    assert mesh.gather_group is mesh.reduce_group is mesh.replica_group is None
+    assert len(dist.distributed_c10d._world.pg_map) == known - 4
+    assert mesh.gather_group is mesh.reduce_group is mesh.replica_group is mesh.world_group is None
     return found
 
 
 def test_every_rank_gets_its_groups_and_closing_destroys_them(ranks) -> None:
     assert ranks(4).run(build_and_close) == [
-        [(2, 0), (2, 0), (2, 0)], [(2, 1), (2, 1), (2, 0)], [(2, 0), (2, 0), (2, 1)], [(2, 1), (2, 1), (2, 1)],
-    ]  # fmt: skip
+        [(2, 0), (2, 0), (2, 0), (4, 0)],
+        [(2, 1), (2, 1), (2, 0), (4, 1)],
+        [(2, 0), (2, 0), (2, 1), (4, 2)],
+        [(2, 1), (2, 1), (2, 1), (4, 3)],
+    ]

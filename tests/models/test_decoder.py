@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from raydz.models import Decoder, DecoderShape
-from raydz.models.decoder import document_mask
+from raydz.models.attention import document_mask
 from tests.models.plain_decoder import plain_logits
 
 SHAPE = DecoderShape(

@@ -75,5 +75,5 @@ def test_a_total_within_the_warmup_does_not_divide_by_zero() -> None:
 
 def test_another_schedule_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        build_schedule("OneCycle", {}, 0.1)
-    assert "scheduler.type" in str(caught.value) and "OneCycle" in str(caught.value)
+        build_schedule("ThreeCycle", {}, 0.1)
+    assert "scheduler.type" in str(caught.value) and "ThreeCycle" in str(caught.value)

@@ -30,6 +30,7 @@ class Case:
     tied: bool = False
     checkpointing: bool = False
     ordered: bool = False
+    shard_size: int | None = None
     clip: float = 0.5
     weight_decay: float = 0.1
 
@@ -90,6 +91,7 @@ def train_with_engine(rank: int, world_size: int, case: Case, device: str = "cpu
             "parallel": {
                 "gradient_reduction": "boundary" if case.boundary else "micro_batch",
                 "ordered_collectives": True if case.ordered else "auto",
+                "shard_size": case.shard_size,
             },
         }
     )

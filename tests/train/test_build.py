@@ -7,8 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from raydz.config import load
 from raydz.errors import ConfigError
 from raydz.models import Decoder, DecoderShape
+from raydz.train.build import build_model
 from tests.checkpoint.states import assert_same_bits, stored_tensors
 from tests.train.runs import column, run, run_config, run_on_rank
 
@@ -111,3 +113,38 @@ def test_initial_values_follow_the_seed(tmp_path):
 def test_function_that_returns_no_module_is_a_typed_error(tmp_path, result):
     with pytest.raises(ConfigError, match="no module"):
         run(run_config(tmp_path), model=lambda: result)
+
+
+def test_decoder_is_built_as_the_configuration_says(tmp_path):
+    sections = {"activation_checkpointing": "selective", "compile": True, "compile_backend": "aot_eager"}
+    config = load(run_config(tmp_path, model=sections, train={"loss_chunk_tokens": 5}))
+    model = build_model(config, 300, None)
+    block = model.model.layers[0].forward
+    assert (block.mode, block.backend) == ("selective", "aot_eager")
+    assert model.lm_head.chunk_tokens(torch.float32) == 5
+    plain = build_model(load(run_config(tmp_path)), 300, None)
+    assert "forward" not in vars(plain.model.layers[0]) and plain.lm_head.chunk_tokens(torch.float32) == 32
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"model": {"activation_checkpointing": "selective"}},
+        {"parallel": {"activation_checkpointing": "full"}},
+        {"train": {"loss_chunk_tokens": 0}},
+        {"train": {"loss_chunk_tokens": 7}},
+    ],
+)
+def test_what_is_traded_for_memory_does_not_change_the_losses(ranks, tmp_path, sections):
+    wanted = run_config(tmp_path, run={"name": "plain"}, zero_optimization={"stage": 3})
+    ranks(2).run(run_on_rank, wanted)
+    ranks(2).run(run_on_rank, run_config(tmp_path, zero_optimization={"stage": 3}, **sections))
+    exact = "loss_chunk_tokens" not in sections.get("train", {})
+    tolerance = 0 if exact else 1e-5
+    assert column(tmp_path, "loss") == pytest.approx(column(tmp_path, "loss", "plain"), abs=tolerance, rel=0)
+
+
+def test_attention_kernel_is_said_at_the_start(tmp_path, caplog):
+    with caplog.at_level("INFO", "raydz"):
+        run(run_config(tmp_path, train={"steps": 1}))
+    assert "attention kernel: flash (cpu)" in caplog.text

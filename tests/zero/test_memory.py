@@ -98,6 +98,10 @@ def test_max_live_parameters_bounds_what_is_gathered_ahead(ranks) -> None:
         assert found["peak"] <= limit
 
 
+def _weight_buffers(group) -> tuple:
+    return group.full, group.weights.compute, group.weights.low, group.weights.separate
+
+
 def bytes_held(rank: int, world_size: int, run: Run) -> int:
     """Bytes of weights, states and gradients on this rank between backward and step, each storage once."""
     engine = start(run)
@@ -108,7 +112,7 @@ def bytes_held(rank: int, world_size: int, run: Run) -> int:
         engine.backward(token_loss(engine, micro, rank, 2), denominator=num_labels(batch))
         if i + 1 < run.accumulation:
             engine.step()
-    tensors = [t for group in engine.sharded.groups for t in (group.full, group.weights.compute, group.weights.low)]
+    tensors = [t for group in engine.sharded.groups for t in _weight_buffers(group)]
     tensors += [t for state in engine.optimizer.states for t in state.values()]
     tensors += [t for grads in engine.sharded.gradients for t in (grads._full, grads.reduced)]
     held = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
@@ -120,6 +124,7 @@ def bytes_held(rank: int, world_size: int, run: Run) -> int:
 BYTES = {
     ("fp32", 0): (16, 0), ("fp32", 1): (8, 12), ("fp32", 2): (4, 12), ("fp32", 3): (0, 16),
     ("bf16", 0): (18, 0), ("bf16", 1): (4, 14), ("bf16", 2): (2, 14), ("bf16", 3): (0, 16),
+    ("fp16", 0): (20, 0), ("fp16", 1): (4, 16), ("fp16", 2): (2, 16), ("fp16", 3): (0, 18),
 }  # fmt: skip
 
 
@@ -129,7 +134,7 @@ def test_a_stage_holds_what_the_table_says(ranks, world: int, dtype: str, stage:
     embed, block, head, root = sizes(world)
     psi = embed + BLOCKS * block + head + root
     everywhere, sharded = BYTES[dtype, stage]
-    for held in ranks(world).run(bytes_held, memory_run(stage).with_(bf16=dtype == "bf16")):
+    for held in ranks(world).run(bytes_held, memory_run(stage).with_(bf16=dtype == "bf16", fp16=dtype == "fp16")):
         assert held == everywhere * psi + sharded * psi // world
 
 

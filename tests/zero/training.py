@@ -43,6 +43,7 @@ class Run:
     accumulation: int = 1
     steps: int = 3
     bf16: bool = False
+    fp16: bool = False
     clip: float = 0.5
     units: tuple[str, ...] | None = None
     zero: tuple[tuple[str, int], ...] = ()
@@ -61,6 +62,7 @@ class Run:
             "gradient_clipping": self.clip,
             "optimizer": {"type": "AdamW", "params": params},
             "bf16": {"enabled": self.bf16},
+            "fp16": {"enabled": self.fp16, "initial_scale_power": 10},
             "zero_optimization": {"stage": self.stage, "stage3_param_persistence_threshold": 5, **dict(self.zero)},
             "parallel": {
                 "units": list(self.units) if self.units else None,

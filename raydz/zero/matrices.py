@@ -1,0 +1,171 @@
+"""Muon over shards: every matrix is made orthogonal as a whole by one rank, and travels there and back in parts.
+
+Neighbours: `update.py` calls `MatrixUpdate.step`; `optim/muon.py` has the arithmetic. See "Matrices" in README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from raydz.dist import Communicator
+from raydz.optim import Muon
+from raydz.zero.gradients import GroupGradients
+from raydz.zero.layout import Segment
+from raydz.zero.settings import ParameterSettings, Settings
+from raydz.zero.states import GroupStates
+
+_BATCH_NUMEL = 1 << 26
+"""Matrices travel together until they are so many elements, or one for each rank at least."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A parameter of `gradients[group]` that its `owner` makes orthogonal."""
+
+    group: int
+    segment: Segment
+    settings: ParameterSettings
+    owner: int = 0
+
+    def part(self, shard: tuple[int, int]) -> tuple[int, int]:
+        """Elements [start, stop) of the flattened matrix that lie in the elements `shard` of its group."""
+        low, high = max(shard[0], self.segment.start), min(shard[1], self.segment.stop)
+        return (low - self.segment.start, high - self.segment.start) if low < high else (0, 0)
+
+
+def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
+    """An owner for each: the largest first, always to the rank that has least; the same on every rank."""
+    loads, owners = [0] * world_size, [0] * len(numels)
+    for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
+        owners[index] = min(range(world_size), key=lambda rank: (loads[rank], rank))
+        loads[owners[index]] += numels[index]
+    return owners
+
+
+def batches(matrices: Sequence[Matrix], world_size: int, limit: int = _BATCH_NUMEL) -> Iterator[list[Matrix]]:
+    """Runs of matrices that travel together, with their owners."""
+    taken: list[Matrix] = []
+    for index, matrix in enumerate(matrices):
+        taken.append(matrix)
+        is_enough = sum(m.segment.numel for m in taken) >= limit and len(taken) >= world_size
+        if is_enough or index + 1 == len(matrices):
+            owners = assign_owners([m.segment.numel for m in taken], world_size)
+            yield [Matrix(m.group, m.segment, m.settings, o) for m, o in zip(taken, owners, strict=True)]
+            taken = []
+
+
+class MatrixUpdate:
+    """The step of all matrices.
+
+    Args:
+        comm: of the ranks that share the shards.
+    """
+
+    def __init__(
+        self, gradients: Sequence[GroupGradients], states: Sequence[GroupStates], settings: Settings, comm: Communicator
+    ) -> None:
+        self._gradients, self._states, self._comm = gradients, states, comm
+        matrices = [
+            Matrix(index, segment, settings[segment.name])
+            for index, grads in enumerate(gradients)
+            for segment in grads.group.layout.segments
+            if settings[segment.name].is_matrix
+        ]
+        self._batches = list(batches(matrices, comm.world_size))
+        self._is_whole = all(g.group.owned == (0, g.group.layout.padded_numel) for g in gradients)
+
+    def step(self, optimizer: Muon, *, lr: float, grad_scale: float) -> None:
+        """Advance momenta and weights. Collective: every rank of the communicator, once a step."""
+        for batch in self._batches:
+            directions = [self._direction(optimizer, matrix, grad_scale) for matrix in batch]
+            updates = self._orthogonal(optimizer, batch, directions)
+            for matrix, update in zip(batch, updates, strict=True):
+                start, stop = self._owned(matrix)
+                if start < stop:
+                    grads, settings = self._gradients[matrix.group], matrix.settings
+                    optimizer.apply(
+                        grads.group.weights.slice(*self._offsets(matrix)), update, matrix.segment.shape,
+                        lr=lr * settings.lr_scale, weight_decay=settings.weight_decay,
+                    )  # fmt: skip
+
+    def _owned(self, matrix: Matrix) -> tuple[int, int]:
+        return matrix.part(self._gradients[matrix.group].group.owned)
+
+    def _offsets(self, matrix: Matrix) -> tuple[int, int]:
+        """The owned part of a matrix, counted from the start of what the group owns."""
+        start, stop = self._owned(matrix)
+        shift = matrix.segment.start - self._gradients[matrix.group].group.owned[0]
+        return start + shift, stop + shift
+
+    def _direction(self, optimizer: Muon, matrix: Matrix, grad_scale: float) -> Tensor:
+        """This rank's part of what is to be made orthogonal, (n,); of no elements where it has none."""
+        grads = self._gradients[matrix.group]
+        start, stop = self._owned(matrix)
+        if start == stop:
+            return grads.sums.new_empty(0, dtype=optimizer.wire_dtype)
+        low, high = self._offsets(matrix)
+        state = self._states[matrix.group].of(low, high)
+        return optimizer.direction(grads.sums[low:high], state, grad_scale=grad_scale)
+
+    def _orthogonal(self, optimizer: Muon, batch: list[Matrix], directions: list[Tensor]) -> list[Tensor]:
+        """This rank's parts of the updates.
+
+        A matrix that every rank holds (one rank, or stage 0) is made orthogonal by all of them and does not travel.
+        """
+        if self._is_whole:
+            shaped = [d.view(m.segment.shape) for m, d in zip(batch, directions, strict=True)]
+            return [optimizer.orthogonal(whole).reshape(-1) for whole in shaped]
+        mine = [m for m in batch if m.owner == self._comm.rank]
+        wholes = [optimizer.orthogonal(whole).reshape(-1) for whole in self._bring(batch, mine, directions)]
+        return self._return(batch, mine, wholes, directions)
+
+    def _part_of(self, matrix: Matrix, rank: int) -> tuple[int, int]:
+        return matrix.part(self._gradients[matrix.group].group.layout.shard_range(rank))
+
+    def _numel(self, matrices: list[Matrix], rank: int) -> int:
+        parts = [self._part_of(m, rank) for m in matrices]
+        return sum(stop - start for start, stop in parts)
+
+    def _bring(self, batch: list[Matrix], mine: list[Matrix], directions: list[Tensor]) -> list[Tensor]:
+        """Send every owner its parts; returns the whole matrices that this rank owns."""
+        ranks = range(self._comm.world_size)
+        pieces = [
+            _joined([d for m, d in zip(batch, directions, strict=True) if m.owner == rank], directions[0])
+            for rank in ranks
+        ]
+        received = self._comm.exchange(pieces, [self._numel(mine, rank) for rank in ranks], what="matrices to owners")
+        wholes = [directions[0].new_empty(m.segment.numel) for m in mine]
+        for rank in ranks:
+            offset = 0
+            for matrix, whole in zip(mine, wholes, strict=True):
+                start, stop = self._part_of(matrix, rank)
+                whole[start:stop] = received[rank][offset : offset + stop - start]
+                offset += stop - start
+        return [whole.view(m.segment.shape) for m, whole in zip(mine, wholes, strict=True)]
+
+    def _return(
+        self, batch: list[Matrix], mine: list[Matrix], wholes: list[Tensor], directions: list[Tensor]
+    ) -> list[Tensor]:
+        """Send every rank its parts of the owned matrices; returns this rank's parts of all, in the batch's order."""
+        ranks = range(self._comm.world_size)
+        pieces = []
+        for rank in ranks:
+            parts = [whole[slice(*self._part_of(m, rank))] for m, whole in zip(mine, wholes, strict=True)]
+            pieces.append(_joined(parts, directions[0]))
+        owned_by = [[m for m in batch if m.owner == rank] for rank in ranks]
+        sizes = [self._numel(owned, self._comm.rank) for owned in owned_by]
+        received = self._comm.exchange(pieces, sizes, what="matrices from owners")
+        offsets, updates = [0] * len(ranks), []
+        for matrix, direction in zip(batch, directions, strict=True):
+            start = offsets[matrix.owner]
+            offsets[matrix.owner] += direction.numel()
+            updates.append(received[matrix.owner][start : offsets[matrix.owner]])
+        return updates
+
+
+def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
+    return torch.cat(parts) if parts else like.new_empty(0)
