@@ -1,13 +1,13 @@
 """The public Engine: forward, backward, step over a sharded module, in DeepSpeed's manner.
 
 Neighbours: `train/loop.py` drives it; `zero/sharded.py` does the sharding, `zero/update.py` the step;
-`checkpoint/` saves and loads it. Needs neither ray nor mlflow nor boto3.
+`zero/access.py` reaches whole parameters, `checkpoint/access.py` saves and loads. Needs no ray, mlflow or boto3.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from raydz import log
-from raydz.checkpoint import (
-    Manifest,
-    SaveRequest,
-    checkpoint_uri,
-    load_pieces,
-    open_checkpoint,
-    save,
-    state_pieces,
-    step_folder,
-)
+from raydz.checkpoint.access import CheckpointAccess
 from raydz.config import EngineConfig, check_trainable, load_engine
 from raydz.dist import CommClock, Communicator, Mesh, MeshShape, World, init_world
-from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.dist.monitor import DivergenceMonitor, Waiting, default_store
 from raydz.errors import TrainingError
 from raydz.models.checkpointing import wrap_blocks
 from raydz.optim import build_loss_scale, build_optimizer, build_schedule, clip_scale
-from raydz.storage import S3Options, Store, open_store
 from raydz.zero import (
     Communicators,
     ShardedModel,
@@ -43,14 +32,13 @@ from raydz.zero import (
     install_hooks,
 )
 from raydz.zero.access import ParameterAccess
-from raydz.zero.average import KIND, ShardedAverage
+from raydz.zero.average import ShardedAverage
 from raydz.zero.initialize import choose_values
 from raydz.zero.precision import PrecisionPlan, map_tensors
 from raydz.zero.settings import plan_settings
 from raydz.zero.verify import VerifyReport, default_tolerance, verify_gradients
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "skipped_in_row")
 _engine_numbers = itertools.count()  # every rank builds its engines in the same order
 _logger = log.get(__name__)
 
@@ -74,7 +62,7 @@ class StepReport:
     loss_scale: float | None = None
 
 
-class Engine(ParameterAccess):
+class Engine(ParameterAccess, CheckpointAccess):
     """A module whose state is sharded over ranks, and the optimizer that trains it.
 
     Args:
@@ -307,11 +295,7 @@ class Engine(ParameterAccess):
             remedy="lower the learning rate, or look at the data of these steps",
         )  # fmt: skip
 
-    # -- whole parameters --------------------------------------------------------------------------------------
-
-    def settle(self) -> None:
-        """Await everything outstanding: afterwards no transfer touches the engine's buffers. Collective."""
-        self.sharded.release_all()
+    # -- self-check --------------------------------------------------------------------------------------------
 
     def verify_step(
         self,
@@ -362,94 +346,6 @@ class Engine(ParameterAccess):
 
     def _divisor(self, denominator: float | None) -> float:
         return self.batch.accumulation * self.mesh.shape.batch_world_size if denominator is None else denominator
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        *,
-        options: S3Options | None = None,
-    ) -> str:
-        """Save everything that training needs to go on, and commit it; returns the checkpoint's URI.
-
-        Args:
-            save_dir: folder or `s3://bucket/prefix`.
-            tag: name of the checkpoint's folder; None is `step-<committed steps>`.
-            client_state: JSON-serialisable, comes back from `load_checkpoint`.
-
-        Collective and blocking: every rank, between steps.
-
-        Raises:
-            CheckpointError: on every rank, if any could not write; no earlier checkpoint is touched.
-        """
-        store = open_store(str(save_dir), options)
-        folder = tag or step_folder(self.global_steps)
-        self.save_to(store, folder, step=self.global_steps, state={"client": dict(client_state or {})})
-        return checkpoint_uri(store, folder)
-
-    def save_to(self, store: Store, folder: str, *, step: int, state: Mapping[str, Any]) -> None:
-        """`save_checkpoint` into an open store, with the caller's own step number and state."""
-        if self._within_step:
-            raise TrainingError(
-                "a checkpoint within accumulation would lose gradients", got=f"{self._within_step} micro-batches done",
-                wanted="a call right after an optimizer step",
-            )  # fmt: skip
-        self.settle()
-        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
-        if self.loss_scale is not None:
-            counters["loss_scale"] = self.loss_scale.to_state()
-        aliases = {alias: spec.name for group in self.sharded.groups for spec in group.specs for alias in spec.aliases}
-        pieces = state_pieces(self.sharded, self.optimizer, saving=True, average=self.average)
-        save(SaveRequest(store, folder, step, pieces, aliases, {**state, "engine": counters}), self.comms.world)
-
-    def load_checkpoint(
-        self, load_dir: str | Path, tag: str | None = None, *, options: S3Options | None = None
-    ) -> tuple[str, dict[str, Any]]:
-        """Load masters, optimizer states and counters, whatever stage and world size saved them.
-
-        Args:
-            load_dir: a checkpoint, or a folder whose newest committed one is taken.
-            tag: exactly this checkpoint of the folder.
-
-        Returns:
-            The URI of the checkpoint and the `client_state` it was saved with.
-
-        Collective and blocking: every rank.
-
-        Raises:
-            CheckpointError: on every rank: there is none, or it does not fit the model, and the engine is as before;
-                or it is damaged, and the engine must not be used before another load.
-        """
-        store = open_store(str(load_dir), options)
-        comm = self.comms.world
-        folder = on_rank_zero(comm, lambda: open_checkpoint(store, tag or "")[0])  # "newest" may change meanwhile
-        manifest = on_every_rank(comm, lambda: open_checkpoint(store, folder)[1])
-        on_every_rank(comm, lambda: self.load_from(store, folder, manifest))
-        return checkpoint_uri(store, folder), dict(manifest.state.get("client", {}))
-
-    def load_from(self, store: Store, folder: str, manifest: Manifest) -> int:
-        """Load an opened checkpoint; returns the bytes this rank read. Nothing in it is collective."""
-        self.settle()
-        has_average = self.average is not None and any(kind == KIND for _, kind in manifest.tensors)
-        average = self.average if has_average else None
-        pieces = state_pieces(self.sharded, self.optimizer, saving=False, average=average)
-        num_bytes = load_pieces(store, folder, manifest, pieces)
-        if self.average is not None and not has_average:
-            _logger.warning("%s has no average of the weights: it begins at the loaded ones", folder or store.uri)
-            self.average.restart()
-        for group in self.sharded.groups:
-            group.mark_updated()
-        self.optimizer.clear_gradients()  # of a step that had begun
-        self._within_step = 0
-        for name in _COUNTERS:
-            setattr(self, name, manifest.state["engine"][name])
-        stored = manifest.state["engine"].get("loss_scale")  # absent where another dtype trained before
-        if self.loss_scale is not None and stored:
-            self.loss_scale = self.loss_scale.from_state(stored)
-        return num_bytes
 
     def train(self, mode: bool = True) -> Engine:
         """Set the module's mode."""

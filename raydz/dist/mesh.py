@@ -88,8 +88,12 @@ class Mesh:
 
     def close(self) -> None:
         """Destroy the process groups: each holds threads and sockets. Not collective; nothing may be under way."""
-        for group in {self.gather_group, self.reduce_group, self.replica_group, self.world_group} - {None}:
-            dist.destroy_process_group(group)
+        groups = [self.gather_group, self.reduce_group, self.replica_group]
+        if self.world_group is not self.gather_group:
+            groups.append(self.world_group)
+        for group in groups:  # in one order on all ranks: NCCL's ends wait for each other
+            if group is not None:
+                dist.destroy_process_group(group)
         self.gather_group = self.reduce_group = self.replica_group = self.world_group = None
 
     def _split(self, ranks_of) -> dist.ProcessGroup | None:

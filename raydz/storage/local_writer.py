@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -105,8 +106,12 @@ def file_errors(path: Path, action: str) -> Iterator[None]:
         ) from error
 
 
+_CREATE_S = 5.0
+
+
 def _create(temp: Path) -> int:
-    for _ in range(100):
+    deadline = time.monotonic() + _CREATE_S
+    while time.monotonic() < deadline:
         # A delete in another process may prune an empty folder between any two of these calls.
         with suppress(FileNotFoundError):
             _make_folder(temp.parent)

@@ -48,6 +48,7 @@ class Publisher:
         self._waiting_lines = 0
         self._ending: Ending | None = None
         self._is_done = False
+        self._has_tried_to_end = False
         self._wake = threading.Event()
         self._rounds = threading.Condition()
         self._asked = self._answered = 0
@@ -127,6 +128,10 @@ class Publisher:
     def _round(self) -> float:
         """Try everything once. Returns how long to wait for the next time."""
         ending = self._ending
+        if ending is not None and self._has_tried_to_end and time.monotonic() >= ending.deadline:
+            self._is_done = True  # `close` has returned and said what is left: nothing may follow
+            return 0.0
+        self._has_tried_to_end = ending is not None
         try:
             if self._last_step is None:
                 self._last_step = self._sink.connect()

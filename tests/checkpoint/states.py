@@ -132,8 +132,9 @@ def load_and_save(rank: int, world_size: int, setup: Setup, uri: str, again: str
 
 
 def numpy_state(engine) -> dict[str, np.ndarray]:
-    """Whole fp32 weights and buffers by name, on rank 0, by the engine's own gathering."""
-    return {name: tensor.numpy().copy() for name, tensor in engine.full_state_dict().items()}
+    """Whole weights (bf16 ones, which only frozen parameters have, as fp32) and buffers by name, on rank 0."""
+    state = {n: t.float() if t.dtype == torch.bfloat16 else t for n, t in engine.full_state_dict().items()}
+    return {name: tensor.numpy().copy() for name, tensor in state.items()}
 
 
 # -- what files hold, by the safetensors library ----------------------------------------------------------------------

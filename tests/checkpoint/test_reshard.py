@@ -149,7 +149,7 @@ def continue_training(rank, world_size, setup, uri, steps):
     if uri:
         engine.load_checkpoint(uri)
     train(engine, engine.global_steps + 1, steps)
-    state = {name: tensor.numpy().copy() for name, tensor in engine.full_state_dict().items()}
+    state = {name: tensor.float().numpy().copy() for name, tensor in engine.full_state_dict().items()}
     engine.destroy()
     return state
 
