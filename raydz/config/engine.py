@@ -196,11 +196,6 @@ class ZeroConfig(Section):
     offload_optimizer: OffloadOptimizerConfig | None = None
     offload_param: OffloadParamConfig | None = None
 
-    @property
-    def is_overlapped(self) -> bool:
-        """`overlap_comm`, where not given: true for stage 3 alone, as in DeepSpeed."""
-        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
-
 
 class ParallelConfig(Section):
     """`parallel`: how the engine cuts and moves the model, beyond what DeepSpeed has keys for."""

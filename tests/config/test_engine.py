@@ -29,14 +29,6 @@ def test_adam_decays_as_adamw_unless_told_otherwise():
     assert decoupled("AdamW") and decoupled("Adam") and not decoupled("Adam", adam_w_mode=False)
 
 
-def test_overlap_defaults_to_stage_3_alone():
-    def overlapped(**zero: object) -> bool:
-        return load_engine({"zero_optimization": zero}).zero_optimization.is_overlapped
-
-    assert overlapped(stage=3) and not overlapped(stage=2)
-    assert overlapped(stage=2, overlap_comm=True) and not overlapped(stage=3, overlap_comm=False)
-
-
 def test_schedule_without_an_end_takes_the_length_of_the_run():
     scheduler = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 2}}
     config = load({"scheduler": scheduler, "train": {"steps": 33}})
