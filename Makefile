@@ -26,7 +26,7 @@ ifneq ($(RAYDZ_NO_NATIVE),)
 export RAYDZ_NO_NATIVE
 endif
 
-.PHONY: help setup demo test test-all checks bench cluster cluster-stop clean
+.PHONY: help setup demo test test-all checks sanitize bench cluster cluster-stop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -48,6 +48,9 @@ checks: $(STAMP) ## lint, format, types, layers and the fastest tests: under thr
 	$(BIN)/clang-format --dry-run -Werror native/*.cpp native/*.hpp
 	$(BIN)/mypy
 	$(PYTEST) -q $(FAST_TESTS) -m "not slow and not s3 and not ray"
+
+sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (needs gcc)
+	bash tests/native/sanitize.sh $(BIN)/python
 
 bench: $(STAMP) ## measure raydz and its peers (BENCH_FLAGS=--quick)
 	for file in tests/bench/*.py; do echo "== $$file"; $(BIN)/python $$file $(BENCH_FLAGS); done

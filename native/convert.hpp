@@ -1,6 +1,6 @@
 // Conversions between fp32 and the 16-bit types, in integer arithmetic that vectorises on every instruction set.
 //
-// Used by adamw.hpp, rounding.hpp, reduction.hpp. Mirrors `raydz/ops/rounding.py`. Every function is compiled into
+// Used by stochastic.hpp, rounding.hpp, reduction.hpp. Mirrors `raydz/ops/rounding.py`. Every function is compiled into
 // namespace raydz::RAYDZ_ISA: code for one instruction set must never be merged with that of another by the linker.
 #pragma once
 

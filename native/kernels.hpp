@@ -1,7 +1,7 @@
 // What a kernel is: its arguments and the table of them that every instruction set provides.
 //
-// Below: convert.hpp, adamw.hpp, rounding.hpp, reduction.hpp (generic sources) -> kernels.cpp (compiled once an
-// instruction set). Above: dispatch.cpp chooses a table, module.cpp calls it in chunks.
+// Below: adamw.hpp, lion.hpp, sgd.hpp, rounding.hpp, reduction.hpp (generic sources) -> kernels.cpp (compiled once an
+// instruction set). Above: dispatch.cpp chooses a table, optimizers.cpp and module.cpp call it in chunks.
 #pragma once
 
 #include <cstddef>
@@ -21,18 +21,40 @@ struct Span {
 // Elements whose squares are summed on their own; a multiple of it is the unit that threads share out.
 constexpr size_t kReductionBlock = 4096;
 
+// Where random bits of a call begin: element i has the word of counter first + i. See stochastic.hpp.
+struct Noise {
+  uint64_t key = 0;
+  uint64_t first = 0;
+};
+
+constexpr size_t kMaxStates = 2;
+
+// What an optimizer's step reads and writes.
+struct Operands {
+  Span master;              // fp32; bf16 when `low` holds the other half; bf16 alone is rounded by chance
+  Span low;                 // int16 or absent
+  Span grad;                // fp32, bf16 or fp16
+  Span states[kMaxStates];  // fp32, or bf16, which is rounded by chance
+  Span out;                 // bf16, fp16 or absent
+  Noise noise;
+};
+
 // The scalars of one step, computed in double by the caller and rounded to fp32 once.
 struct AdamwScalars {
   float grad_scale, decay, l2, beta1, one_minus_beta1, beta2, one_minus_beta2, sqrt_bias2, eps, step_size;
 };
 
-struct AdamwBuffers {
-  Span master;  // fp32, or bf16 when `low` holds the other half
-  Span low;     // int16 or absent
-  Span grad;    // fp32, bf16 or fp16
-  float* exp_avg = nullptr;
-  float* exp_avg_sq = nullptr;
-  Span out;  // bf16, fp16 or absent
+struct LionScalars {
+  float grad_scale, decay, beta1, one_minus_beta1, beta2, one_minus_beta2, lr;
+};
+
+struct SgdScalars {
+  float grad_scale, l2, momentum, one_minus_dampening, lr;
+};
+
+// Which terms an SGD step has. A term that is off is left out, not multiplied by zero: -0 + 0 is another zero.
+struct SgdForm {
+  bool has_l2, has_momentum, nesterov, is_first;
 };
 
 struct RowsBuffers {
@@ -46,7 +68,10 @@ struct RowsBuffers {
 // Every function works on the elements [begin, end), so that a thread can take a part.
 struct Kernels {
   const char* isa;
-  int64_t (*adamw)(const AdamwBuffers&, const AdamwScalars&, bool decoupled, size_t begin, size_t end);
+  // Steps return how many scaled gradients are not finite.
+  int64_t (*adamw)(const Operands&, const AdamwScalars&, bool decoupled, size_t begin, size_t end);
+  int64_t (*lion)(const Operands&, const LionScalars&, size_t begin, size_t end);
+  int64_t (*sgd)(const Operands&, const SgdScalars&, const SgdForm&, size_t begin, size_t end);
   void (*split)(const float* master, uint16_t* hi, int16_t* low, size_t begin, size_t end);
   void (*merge)(const uint16_t* hi, const int16_t* low, float* out, size_t begin, size_t end);
   void (*round)(const float* source, uint16_t* out, size_t begin, size_t end);

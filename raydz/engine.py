@@ -1,25 +1,23 @@
 """The public Engine: forward, backward, step over a sharded module, in DeepSpeed's manner.
 
-Neighbours: `train/loop.py` drives it; `zero/sharded.py` does the sharding, `zero/update.py` the step;
-`zero/access.py` reaches whole parameters, `checkpoint/access.py` saves and loads. Needs no ray, mlflow or boto3.
+Neighbours: `train/loop.py` drives it; `zero/sharded.py` does the sharding, `zero/update.py` the step; `zero/access.py`
+reaches whole parameters, `zero/verify.py` checks a step, `checkpoint/access.py` saves and loads. Needs no ray, mlflow
+or boto3.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from raydz import log
 from raydz.checkpoint.access import CheckpointAccess
 from raydz.config import EngineConfig, check_trainable, load_engine
-from raydz.dist import CommClock, Communicator, Mesh, MeshShape, World, init_world
-from raydz.dist.monitor import DivergenceMonitor, Waiting, default_store
+from raydz.dist import CommClock, Mesh, MeshShape, World, init_world
 from raydz.errors import TrainingError
 from raydz.models.checkpointing import wrap_blocks
 from raydz.optim import build_loss_scale, build_optimizer, build_schedule, clip_scale
@@ -31,15 +29,13 @@ from raydz.zero import (
     ZeroOptions,
     install_hooks,
 )
-from raydz.zero.access import ParameterAccess
 from raydz.zero.average import ShardedAverage
-from raydz.zero.initialize import choose_values
+from raydz.zero.initialize import choose_values, place_buffers
+from raydz.zero.join import JoinAccess, Joining
 from raydz.zero.precision import PrecisionPlan, map_tensors
 from raydz.zero.settings import plan_settings
-from raydz.zero.verify import VerifyReport, default_tolerance, verify_gradients
+from raydz.zero.verify import StepVerification
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_engine_numbers = itertools.count()  # every rank builds its engines in the same order
 _logger = log.get(__name__)
 
 
@@ -62,7 +58,7 @@ class StepReport:
     loss_scale: float | None = None
 
 
-class Engine(ParameterAccess, CheckpointAccess):
+class Engine(StepVerification, JoinAccess, CheckpointAccess):
     """A module whose state is sharded over ranks, and the optimizer that trains it.
 
     Args:
@@ -91,12 +87,14 @@ class Engine(ParameterAccess, CheckpointAccess):
     ) -> None:
         check_trainable(config)
         self.config, self.world, self.module = config, world, model
-        self.mesh = Mesh(MeshShape.for_world(world.world_size, shard_size=config.shard_size), world.rank)
+        near_size = config.zero_optimization.zero_hpz_partition_size
+        shape = MeshShape.for_world(world.world_size, shard_size=config.shard_size, near_size=near_size)
+        self.mesh = Mesh(shape, world.rank)
         self.batch = config.batch(self.mesh.shape.batch_world_size)
         self.clock = CommClock(world.device)
-        self._waiting = Waiting()
-        self.comms = self._communicators()
-        self._monitor = self._watch()
+        # "auto" is ordered where it costs nothing: Communicator decides on gloo
+        self.comms = Communicators.over(self.mesh, self.clock, ordered=config.parallel.ordered_collectives is True)
+        self._monitor = self.comms.watch(world, limit_s=config.parallel.divergence_timeout_s)
         wrap_blocks(model, config.parallel.activation_checkpointing, config.parallel.units)
         optimizer = build_optimizer(config.optimizer.type, **config.optimizer.params.model_dump())
         settings = plan_settings(model, optimizer, model_parameters)  # before Parameters of a meta model are replaced
@@ -108,15 +106,15 @@ class Engine(ParameterAccess, CheckpointAccess):
             ),
             comms=self.comms,
             device=world.device,
-            precision=PrecisionPlan.of(model, _DTYPES[config.compute_dtype], config.parallel.fp32_modules or ()),
-            options=_zero_options(config),
+            precision=PrecisionPlan.from_config(model, config),
+            options=ZeroOptions.from_config(config),
             values=choose_values(model, config.seed, self.comms.world),
             accumulation=self.batch.accumulation,
             unit_patterns=config.parallel.units,
         )
-        self._move_buffers()
+        place_buffers(model, world.device, self.comms.world)
         params = config.optimizer.params
-        self.optimizer = ShardedOptimizer(self.sharded, optimizer, settings)
+        self.optimizer = ShardedOptimizer(self.sharded, optimizer, settings, seed=config.seed)
         scheduler = config.scheduler
         self.schedule = build_schedule(
             scheduler.type if scheduler else None, scheduler.params.model_dump() if scheduler else {}, params.lr
@@ -129,43 +127,10 @@ class Engine(ParameterAccess, CheckpointAccess):
         self.global_steps = 0
         self.micro_steps = 0
         self._within_step = 0
+        self._joining: Joining | None = None
         self.skipped_steps = 0
         self.skipped_in_row = 0
         self.last_report: StepReport | None = None
-
-    def _communicators(self) -> Communicators:
-        wanted = self.config.parallel.ordered_collectives
-        ordered = wanted is True  # "auto" is ordered where it costs nothing: Communicator decides on gloo
-
-        def over(group, name: str) -> Communicator:
-            return Communicator(group, ordered=ordered, clock=self.clock, name=name, waiting=self._waiting)
-
-        mesh, gather = self.mesh, over(self.mesh.gather_group, "gathers")
-        return Communicators(
-            gather=gather,
-            reduce=over(mesh.reduce_group, "reductions"),
-            world=gather if mesh.world_group is mesh.gather_group else over(mesh.world_group, "messages"),
-            replica=over(mesh.replica_group, "replica sums") if mesh.replica_group else None,
-        )
-
-    def _watch(self) -> DivergenceMonitor:
-        """Compare what ranks wait for, and (where all of them share shards) what they launched."""
-        return DivergenceMonitor(
-            default_store() if self.world.world_size > 1 else None,
-            f"raydz/divergence/{next(_engine_numbers)}",
-            self.world.rank,
-            self.world.world_size,
-            limit_s=self.config.parallel.divergence_timeout_s,
-            waiting=self._waiting,
-            logs=[] if self.comms.replica else [self.comms.gather.log, self.comms.reduce.log],
-        )
-
-    def _move_buffers(self) -> None:
-        for module in self.module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = moved = buffer.to(self.world.device).contiguous()
-                    self.comms.world.broadcast(moved)
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -200,6 +165,8 @@ class Engine(ParameterAccess, CheckpointAccess):
                 got=f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}",
             )
         divisor = self._divisor(denominator)
+        if self._joining is not None:
+            self._joining.count(is_mean=denominator is None)
         self.sharded.begin_backward(is_last=self.is_gradient_accumulation_boundary())
         try:
             self._to_differentiate(loss, divisor).backward()
@@ -227,11 +194,16 @@ class Engine(ParameterAccess, CheckpointAccess):
             TrainingError: too many non-finite steps in a row; names parameters.
         """
         at_boundary = self.is_gradient_accumulation_boundary()
+        if self._joining is not None:
+            self._joining.end_micro_batch()
         self.micro_steps += 1
         self._within_step = 0 if at_boundary else self._within_step + 1
         if not at_boundary:
             return None
-        scaling = 1.0 if self.loss_scale is None else self.loss_scale.scale
+        loss_scale = None if self.loss_scale is None else self.loss_scale.scale
+        scaling = 1.0 if loss_scale is None else loss_scale
+        if self._joining is not None:
+            scaling *= self._joining.share(self.batch.accumulation * self.world.world_size)
         norm = self.optimizer.gradient_norm() / scaling
         lr = self.schedule.lr(self.global_steps + 1)
         skipped = not norm < float("inf")
@@ -244,12 +216,12 @@ class Engine(ParameterAccess, CheckpointAccess):
             self.global_steps += 1
             scale = clip_scale(norm, self.config.gradient_clipping)
             self.optimizer.set_betas(self.schedule.betas(self.global_steps))
+            self.before_change()
             self.optimizer.update(step=self.global_steps, lr=lr, grad_scale=scale / scaling)
             if self.average is not None:
                 self.average.update()
         self.optimizer.clear_gradients()
-        used = None if self.loss_scale is None else scaling
-        self.last_report = StepReport(self.global_steps, lr, norm, skipped, used)
+        self.last_report = StepReport(self.global_steps, lr, norm, skipped, loss_scale)
         return self.last_report
 
     def discard_step(self) -> StepReport:
@@ -260,8 +232,11 @@ class Engine(ParameterAccess, CheckpointAccess):
         Collective: every rank.
 
         Raises:
-            TrainingError: no backward has run since the last step, or micro-batches of this one are to come.
+            TrainingError: no backward has run since the last step, or micro-batches of this one are to come; or in a
+                `join`, where ranks without a batch would take the step.
         """
+        if self._joining is not None:
+            raise TrainingError("a step is discarded within a join", wanted="engine.step(), which every rank makes")
         if not self.is_gradient_accumulation_boundary():
             raise TrainingError("a step is discarded after its last micro-batch", got=f"{self._within_step + 1} done")
         scaling = 1.0 if self.loss_scale is None else self.loss_scale.scale
@@ -295,55 +270,6 @@ class Engine(ParameterAccess, CheckpointAccess):
             remedy="lower the learning rate, or look at the data of these steps",
         )  # fmt: skip
 
-    # -- self-check --------------------------------------------------------------------------------------------
-
-    def verify_step(
-        self,
-        loss_fn: Callable[[Callable[..., Any], int], Tensor],
-        *,
-        names: Sequence[str] | str | None = None,
-        denominator: float | None = None,
-        tolerance: float | None = None,
-    ) -> VerifyReport:
-        """Compare the gradients of one step with those of an unsharded copy of the module, and change nothing.
-
-        For small models: every rank holds the whole module, and runs the step's micro-batches twice.
-
-        Args:
-            loss_fn: (model, index of the micro-batch) to this rank's loss, by calls of `model(...)`; always the same.
-            names: parameters or modules, by pattern, that are compared; None for all that are trained.
-            denominator: as of `backward`.
-            tolerance: see `VerifyReport.differences`; None for what rounding may do.
-
-        Collective: every rank, between steps.
-
-        Raises:
-            LayoutError: on every rank: a difference above the tolerance; names parameters.
-            TrainingError: micro-batches of a step have run, or the gradients are not finite.
-        """
-        self._require_between_steps("a step is verified")
-        num_micro, divisor = self.batch.accumulation, self._divisor(denominator)
-
-        def engine_pass() -> None:
-            for self._within_step in range(num_micro):
-                self.backward(loss_fn(self, self._within_step), denominator=denominator)
-            if not self.optimizer.gradient_norm() < float("inf"):
-                raise TrainingError("gradients are not finite, so there is nothing to compare")
-
-        def reference_losses(module: nn.Module) -> Iterator[Tensor]:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                return module(*self._cast(args), **self._cast(kwargs))
-
-            return (self._to_differentiate(loss_fn(call, index), divisor) for index in range(num_micro))
-
-        terms = num_micro * self.world.world_size
-        limit = default_tolerance(self.sharded, terms) if tolerance is None else tolerance
-        try:
-            return verify_gradients(self.sharded, engine_pass, reference_losses, names, limit)
-        finally:
-            self._within_step = 0
-            self.optimizer.clear_gradients()
-
     def _divisor(self, denominator: float | None) -> float:
         return self.batch.accumulation * self.mesh.shape.batch_world_size if denominator is None else denominator
 
@@ -357,25 +283,16 @@ class Engine(ParameterAccess, CheckpointAccess):
         return self.train(False)
 
     def destroy(self) -> None:
-        """Remove the hooks and process groups; buffers go with the last reference to the engine and the module."""
+        """Remove the hooks and process groups; buffers go with the last reference to the engine and the module.
+
+        Blocking: until a save in the background has ended, good or bad (`close_saves` first to wait less).
+        """
+        self.close_saves()
         for handle in self._hooks:
             handle.remove()
         self._hooks.clear()
         self._monitor.stop()
         self.mesh.close()
-
-
-def _zero_options(config: EngineConfig) -> ZeroOptions:
-    zero = config.zero_optimization
-    sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
-    wire = config.communication_data_type
-    return ZeroOptions(
-        bucket_numel=min(sizes) if sizes else None,
-        prefetch_numel=zero.stage3_prefetch_bucket_size,
-        persistence_numel=zero.stage3_param_persistence_threshold,
-        max_live_numel=zero.stage3_max_live_parameters,
-        wire_dtype=None if wire is None else _DTYPES[wire],
-    )
 
 
 def initialize(

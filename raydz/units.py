@@ -1,4 +1,4 @@
-"""Bytes, counts and FLOPs as people write and read them. Layer 0."""
+"""Bytes, counts, FLOPs and durations as people write and read them. Layer 0."""
 
 from __future__ import annotations
 
@@ -25,6 +25,21 @@ def parse_bytes(text: str | int | float) -> int:
     if not match or match[2] not in _BYTE_FACTORS:
         raise ConfigError("not a size in bytes", got=repr(text), wanted="for example 64MiB, 1.5GB or 1048576")
     return int(float(match[1]) * _BYTE_FACTORS[match[2]])
+
+
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def parse_seconds(text: str) -> float:
+    """Read `90s`, `15m`, `36h`, `2d` or a plain number as seconds.
+
+    Raises:
+        ConfigError: not a number with an optional unit of s, m, h, d.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text.lower())
+    if not match:
+        raise ConfigError("not a duration", got=repr(text), wanted="for example 90s, 15m, 36h or 2d")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_bytes(num_bytes: float) -> str:

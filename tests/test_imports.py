@@ -8,7 +8,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCKED = ("ray", "mlflow", "boto3", "botocore", "s3transfer", "awscrt")
-NEED_THEM = ("orchestrate/", "__main__.py", "tracking/mlflow.py")
+NEED_THEM = ("orchestrate/", "__main__.py", "tracking/mlflow.py", "ops/adamw_triton.py", "ops/reduction_triton.py")
+NEED_THEM += ("ops/quantise_triton.py",)
 
 IMPORT_WITHOUT = """
 import importlib, importlib.abc, sys, traceback

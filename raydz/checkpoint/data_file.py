@@ -7,18 +7,19 @@ named `kind/name[start:stop]`.
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from raydz.checkpoint.checksums import crc_function, default_algorithm
 from raydz.checkpoint.manifest import ITEM_BYTES, DataFile
 from raydz.checkpoint.pieces import StatePiece
 from raydz.storage import Writer
 
-CHUNK_BYTES = 4 << 20
+CHUNK_BYTES = 256 << 10
+"""Of one checksum, and so of the smallest verified read; see the note "Chunks" in README.md."""
 _HEADER_ALIGNMENT = 4096
 _WRITE_BYTES = 16 << 20
 
@@ -52,18 +53,20 @@ def plan_file(pieces: Sequence[StatePiece]) -> FilePlan:
 
 @dataclass
 class ChunkSums:
-    """CRC-32 of each `CHUNK_BYTES` of a stream, and of the whole."""
+    """The CRC of each `CHUNK_BYTES` of a stream, and of the whole."""
 
+    algorithm: str = field(default_factory=default_algorithm)
     crcs: list[int] = field(default_factory=list)
     whole: int = 0
     _open: int = 0
     _open_bytes: int = 0
 
     def update(self, data: memoryview) -> None:
-        self.whole = zlib.crc32(data, self.whole)
+        crc = crc_function(self.algorithm, "a new data file")
         while data.nbytes:
             head = data[: CHUNK_BYTES - self._open_bytes]
-            self._open = zlib.crc32(head, self._open)
+            self._open = crc(head, self._open)
+            self.whole = crc(head, self.whole)  # while the processor's cache still has it
             self._open_bytes += head.nbytes
             data = data[head.nbytes :]
             if self._open_bytes == CHUNK_BYTES:
@@ -86,7 +89,7 @@ def write_file(plan: FilePlan, out: Writer, path: str) -> DataFile:
     for piece in plan.pieces:
         _send(host_bytes(piece.read()), out, sums)
     crcs = sums.finish()
-    return DataFile(path, plan.total_bytes, CHUNK_BYTES, crcs, sums.whole)
+    return DataFile(path, plan.total_bytes, CHUNK_BYTES, crcs, sums.whole, sums.algorithm)
 
 
 def _send(data: memoryview, out: Writer, sums: ChunkSums) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 
 from raydz.checkpoint.manifest import MANIFEST_NAME, Manifest
+from raydz.dist import Communicator
+from raydz.dist.agreement import bytes_from_rank_zero, on_every_rank, on_rank_zero
 from raydz.errors import CheckpointError
 from raydz.storage import Store
 
@@ -17,6 +19,12 @@ _STEP_FOLDER = re.compile(r"step-(\d{10})")
 def step_folder(step: int) -> str:
     """Name of the folder of a step's checkpoint; sorts by step."""
     return f"step-{step:010d}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step of a folder that `step_folder` named; None for any other name."""
+    match = _STEP_FOLDER.fullmatch(folder)
+    return int(match[1]) if match else None
 
 
 def join_key(folder: str, name: str) -> str:
@@ -31,8 +39,7 @@ def checkpoint_uri(store: Store, folder: str) -> str:
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
     """Steps of all committed checkpoints directly under `folder`, ascending."""
-    found = [_STEP_FOLDER.fullmatch(name) for name in store.list_folders(folder)]
-    steps = sorted(int(match[1]) for match in found if match)
+    steps = sorted(step for name in store.list_folders(folder) if (step := step_of(name)) is not None)
     return [step for step in steps if store.exists(join_key(folder, f"{step_folder(step)}/{MANIFEST_NAME}"))]
 
 
@@ -48,6 +55,39 @@ def open_checkpoint(store: Store, folder: str = "") -> tuple[str, Manifest]:
     Raises:
         CheckpointError: there is none, or its manifest is damaged.
     """
+    found, data = _read_manifest(store, folder)
+    return found, Manifest.from_bytes(data, f"{store.uri}/{join_key(found, MANIFEST_NAME)}")
+
+
+def open_together(comm: Communicator, store: Store, folder: str = "") -> tuple[str, Manifest]:
+    """`open_checkpoint` on every rank, for one read of the store: rank 0's choice and its manifest count.
+
+    Collective: every rank. Raises: the same on every rank.
+    """
+    data = b""
+
+    def read() -> str:
+        nonlocal data
+        found, data = _read_manifest(store, folder)
+        return found
+
+    found = on_rank_zero(comm, read)
+    data = bytes_from_rank_zero(comm, lambda: data)
+    where = f"{store.uri}/{join_key(found, MANIFEST_NAME)}"
+    return found, on_every_rank(comm, lambda: Manifest.from_bytes(data, where))
+
+
+def set_aside(store: Store, folder: str) -> None:
+    """Make a checkpoint that turned out to be damaged invisible, and its folder free for the same step again.
+
+    Its manifest stays there as `set-aside.json`, so that people can look at what happened.
+    """
+    key = join_key(folder, MANIFEST_NAME)
+    store.put(join_key(folder, "set-aside.json"), store.get(key))
+    store.delete([key])
+
+
+def _read_manifest(store: Store, folder: str) -> tuple[str, bytes]:
     found = folder if store.exists(join_key(folder, MANIFEST_NAME)) else find_checkpoint(store, folder)
     if found is None:
         raise CheckpointError(
@@ -55,5 +95,4 @@ def open_checkpoint(store: Store, folder: str = "") -> tuple[str, Manifest]:
             wanted="a checkpoint's folder, or a run's folder that holds one",
             remedy="a save that was interrupted leaves none; name an earlier step, or set resume to never",
         )  # fmt: skip
-    key = join_key(found, MANIFEST_NAME)
-    return found, Manifest.from_bytes(store.get(key), f"{store.uri}/{key}")
+    return found, store.get(join_key(found, MANIFEST_NAME))

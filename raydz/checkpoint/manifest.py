@@ -1,7 +1,7 @@
 """The manifest: which interval of which logical tensor lies where, and everything else that resuming needs.
 
 Neighbours: `writer.py` makes one and writes it last; `reader.py` plans by it; `find.py` looks for it. JSON, never
-pickle. The format is described in README.md, "Format 1"; what one release wrote, every later one reads.
+pickle. The format is described in README.md, "Format"; what one release wrote, every later one reads.
 """
 
 from __future__ import annotations
@@ -9,18 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from typing import Any, NamedTuple
 
+from raydz.checkpoint.encoding import pack_column, pack_sums, unpack_column, unpack_sums
 from raydz.errors import CheckpointError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""What is written; 1 is read, too."""
 MANIFEST_NAME = "manifest.json"
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """A data file: key relative to the checkpoint's folder, size, and a CRC-32 for every chunk and for the whole."""
+    """A data file: key relative to the checkpoint's folder, size, and a CRC for every chunk and for the whole."""
 
     path: str
     bytes: int
@@ -29,9 +33,18 @@ class DataFile:
     crc: int
     algorithm: str = "crc32"
 
+    def as_json(self) -> dict[str, Any]:
+        """JSON values, the checksums of chunks packed (there are thousands in a large file)."""
+        return {**vars(self), "chunk_crcs": pack_sums(self.chunk_crcs)}
 
-@dataclass(frozen=True)
-class Piece:
+    @classmethod
+    def from_json(cls, values: dict[str, Any], where: str) -> DataFile:
+        """What `as_json` made, or a manifest of format 1, which has the checksums as a list."""
+        sums = values["chunk_crcs"]
+        return cls(**{**values, "chunk_crcs": unpack_sums(sums, where) if isinstance(sums, str) else tuple(sums)})
+
+
+class Piece(NamedTuple):
     """Elements [start, stop) of the flattened tensor, at byte `offset` of file number `file`."""
 
     start: int
@@ -117,12 +130,14 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """Canonical JSON with a SHA-256 of its body."""
-        body = asdict(self)
+        long = ("files", "tensors")
+        body: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in long}
         body["format_version"] = FORMAT_VERSION
-        body["tensors"] = [
-            [e.name, e.kind, e.dtype, list(e.shape), [[p.start, p.stop, p.file, p.offset] for p in e.pieces]]
-            for _, e in sorted(self.tensors.items())
-        ]
+        body["files"] = [file.as_json() for file in self.files]
+        entries = [entry for _, entry in sorted(self.tensors.items())]
+        body["tensors"] = [[e.name, e.kind, e.dtype, list(e.shape), len(e.pieces)] for e in entries]
+        columns = zip(*(piece for entry in entries for piece in entry.pieces), strict=True)
+        body["pieces"] = dict(zip(Piece._fields, map(pack_column, columns), strict=False))
         body = json.loads(json.dumps(body))  # what a reader will see: keys that are numbers sort as text there
         text = _canonical(body)
         return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}, indent=1).encode()
@@ -140,22 +155,34 @@ class Manifest:
             version = body["format_version"]
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError("not a checkpoint manifest", where=where, got=repr(error)) from None
-        if version != FORMAT_VERSION:
+        if version not in (1, FORMAT_VERSION) or isinstance(version, bool):
             raise CheckpointError(
-                "a checkpoint of another format", where=where, got=version, wanted=FORMAT_VERSION,
+                "a checkpoint of another format", where=where, got=version, wanted=f"1 or {FORMAT_VERSION}",
                 remedy="load it with the release of raydz that wrote it, or a newer one",
             )  # fmt: skip
         if hashlib.sha256(_canonical(body).encode()).hexdigest() != digest:
             raise CheckpointError("the manifest is damaged: its checksum does not fit", where=where)
         del body["format_version"]
-        entries = [
-            TensorEntry(name, kind, dtype, tuple(shape), tuple(Piece(*piece) for piece in pieces))
-            for name, kind, dtype, shape, pieces in body.pop("tensors")
-        ]
-        files = tuple(DataFile(**{**f, "chunk_crcs": tuple(f["chunk_crcs"])}) for f in body.pop("files"))
+        entries = list(_entries(body, where) if version == FORMAT_VERSION else _entries_of_format_1(body))
+        files = tuple(DataFile.from_json(file, where) for file in body.pop("files"))
         manifest = cls(files=files, tensors={(e.name, e.kind): e for e in entries}, **body)
         manifest.check_coverage(where)
         return manifest
+
+
+def _entries(body: dict[str, Any], where: str) -> Iterable[TensorEntry]:
+    """Takes `tensors` and `pieces` out of the body."""
+    heads, packed = body.pop("tensors"), body.pop("pieces")
+    total = sum(head[4] for head in heads)
+    columns = [unpack_column(packed[name], total, where) if total else [] for name in Piece._fields]
+    pieces = map(Piece._make, zip(*columns, strict=True))
+    for name, kind, dtype, shape, count in heads:
+        yield TensorEntry(name, kind, dtype, tuple(shape), tuple(islice(pieces, count)))
+
+
+def _entries_of_format_1(body: dict[str, Any]) -> Iterable[TensorEntry]:
+    for name, kind, dtype, shape, pieces in body.pop("tensors"):
+        yield TensorEntry(name, kind, dtype, tuple(shape), tuple(Piece(*piece) for piece in pieces))
 
 
 ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}

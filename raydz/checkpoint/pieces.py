@@ -6,14 +6,19 @@ Neighbours: `writer.py` reads the pieces, `reader.py` writes them; `zero/layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from raydz.dist import Communicator
 from raydz.errors import LayoutError
-from raydz.zero import ShardedModel, ShardedOptimizer
+from raydz.ops.rounding import merge_master
+from raydz.optim import WeightShard
+from raydz.zero import Communicators, ShardedModel, ShardedOptimizer
 from raydz.zero.average import KIND, ShardedAverage
 from raydz.zero.group import FlatGroup
 from raydz.zero.layout import Interval
@@ -23,6 +28,7 @@ DTYPE_NAMES = {
     torch.float64: "F64", torch.int64: "I64", torch.float32: "F32", torch.int32: "I32", torch.bfloat16: "BF16",
     torch.float16: "F16", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_MERGE_NUMEL = 16 << 20
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -35,6 +41,7 @@ class StatePiece:
         dtype: safetensors' name of the dtype it is stored in.
         read: the elements, 1-D in that dtype; may be a view of live memory.
         write: (offset, values) puts values at an offset from `start`, converting as needed.
+        copy: puts the elements into a 1-D host tensor of that dtype; None where `read` gives live memory.
     """
 
     names: tuple[str, ...]
@@ -45,6 +52,9 @@ class StatePiece:
     stop: int
     read: Callable[[], Tensor]
     write: Callable[[int, Tensor], None]
+    copy: Callable[[Tensor], None] | None = None
+    holders: Literal["one", "replicas", "world"] = "one"
+    """Ranks that hold the same piece: a load reads it once for all of them."""
 
     @property
     def name(self) -> str:
@@ -63,10 +73,17 @@ def state_pieces(
     for group in sharded.groups:
         part = _saved_part(group, sharded.comms.replica) if saving else group.owned
         averaged = None if average is None else average.of(group)
-        pieces += _group_pieces(group, states.get(id(group)), averaged, *part)
+        found = _group_pieces(group, states.get(id(group)), averaged, *part)
+        pieces += found if saving else [replace(piece, holders=_holders(group, sharded.comms)) for piece in found]
     if not saving or sharded.comms.world.rank == 0:
-        pieces += _buffer_pieces(sharded)
+        pieces += [replace(piece, holders="world") for piece in _buffer_pieces(sharded)]
     return pieces
+
+
+def _holders(group: FlatGroup, comms: Communicators) -> Literal["one", "replicas", "world"]:
+    if group.owned == (0, group.layout.padded_numel):
+        return "world"
+    return "one" if comms.replica is None else "replicas"
 
 
 def _saved_part(group: FlatGroup, replica: Communicator | None) -> tuple[int, int]:
@@ -96,21 +113,52 @@ def _group_pieces(
 
 def _weight_piece(group: FlatGroup, names: tuple[str, ...], part: Interval, offset: int) -> StatePiece:
     weights = group.weights.slice(offset, offset + part.stop - part.start)
-    if weights.low is None and weights.separate is None:
+    if not group.trainable:
         return _tensor_piece(names, "weight", part, weights.compute)
 
-    def write(at: int, values: Tensor) -> None:
-        weights.slice(at, at + values.numel()).store(values.float())
+    is_master = weights.low is None and weights.separate is None
 
-    return StatePiece(names, "weight", "F32", part.shape, part.start, part.stop, weights.master, write)
+    def write(at: int, values: Tensor) -> None:
+        target = weights.slice(at, at + values.numel())
+        if is_master and values.dtype == target.compute.dtype:
+            _put(values, target.compute)
+        else:
+            target.store(values.float())
+
+    dtype = _dtype_name(names[0], weights.compute) if is_master else "F32"
+    copy = None if weights.low is None else partial(_copy_master, weights)
+    return StatePiece(names, "weight", dtype, part.shape, part.start, part.stop, weights.master, write, copy)
+
+
+def _copy_master(weights: WeightShard, out: Tensor) -> None:
+    """Merge a split master into host memory. Memory on a GPU: `_MERGE_NUMEL` elements at a time."""
+    assert weights.low is not None
+    if not weights.compute.is_cuda:
+        merge_master(weights.compute, weights.low, out)
+        return
+    for start in range(0, out.numel(), _MERGE_NUMEL):
+        stop = min(start + _MERGE_NUMEL, out.numel())
+        out[start:stop].copy_(weights.slice(start, stop).master(), non_blocking=True)
 
 
 def _tensor_piece(names: tuple[str, ...], kind: str, part: Interval, live: Tensor) -> StatePiece:
     def write(at: int, values: Tensor) -> None:
-        live[at : at + values.numel()].copy_(values)
+        _put(values, live[at : at + values.numel()])
 
     dtype = _dtype_name(names[0], live)
     return StatePiece(names, kind, dtype, part.shape, part.start, part.stop, lambda: live, write)
+
+
+def _put(values: Tensor, live: Tensor) -> None:
+    """Copy; the same bits on the same host by the calling thread alone.
+
+    Many threads load at once. torch would start a team of OpenMP for each of them, which wait for each other by
+    spinning: on two busy cores that took five times as long.
+    """
+    if live.is_cuda or values.is_cuda or live.dtype != values.dtype or not live.is_contiguous():
+        live.copy_(values)
+    elif values.numel():
+        np.copyto(live.view(torch.uint8).numpy(), values.view(torch.uint8).numpy())
 
 
 def _buffer_pieces(sharded: ShardedModel) -> Iterator[StatePiece]:

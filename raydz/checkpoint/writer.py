@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from raydz import log
-from raydz.checkpoint.data_file import plan_file, write_file
+from raydz.checkpoint.data_file import FilePlan, plan_file, write_file
 from raydz.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, Piece, TensorEntry
 from raydz.checkpoint.pieces import StatePiece
 from raydz.dist import Communicator
@@ -22,6 +23,7 @@ from raydz.errors import CheckpointError, RaydzError
 from raydz.storage import AlreadyExists, Store
 from raydz.version import __version__
 
+_LOOKS_AT_ONCE = 16
 _logger = log.get(__name__)
 
 
@@ -44,8 +46,76 @@ class SaveRequest:
     state: Mapping[str, Any]
 
 
-def save(request: SaveRequest, comm: Communicator) -> None:
-    """Write and commit a checkpoint, or raise the same error on every rank and leave none.
+@dataclass(frozen=True)
+class Part:
+    """One rank's share of one save."""
+
+    request: SaveRequest
+    attempt: str
+    rank: int
+    world_size: int
+
+    @property
+    def path(self) -> str:
+        """Of its data file, relative to the checkpoint's folder."""
+        return f"{self.attempt}/rank-{self.rank:05d}-of-{self.world_size:05d}.safetensors"
+
+    @property
+    def key(self) -> str:
+        return f"{self.request.folder}/{self.path}"
+
+    def write(self, plan_it: Callable[[], FilePlan], send: Callable[[FilePlan, Part], DataFile]) -> dict[str, Any]:
+        """Plan the data file and have it written; the receipt, or what went wrong."""
+        try:
+            if self.rank == 0:
+                _check_state(self.request)
+            plan = plan_it()
+            return receipt_of(plan, send(plan, self))
+        except (RaydzError, OSError) as error:
+            return {"error": str(error).replace("\n", " ")}
+
+    def remove(self) -> None:
+        """Take back the file of a save that failed; a store that is gone keeps it for the sweep."""
+        try:
+            self.request.store.delete([self.key])
+        except RaydzError as error:
+            _logger.warning("a file of the failed save stays behind: %s", error.what)
+
+    def decide(self, receipts: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: commit if every rank has written; says what went wrong, and whether the data files stay."""
+        failed = {rank: receipt["error"] for rank, receipt in enumerate(receipts) if "error" in receipt}
+        if failed:
+            text = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(failed.items()))
+            return {"error": text, "keeps_files": False}
+        outcome = _commit(self.request, self.world_size, self.attempt, receipts)
+        if "error" in outcome:
+            return outcome | {"error": f"rank 0: {outcome['error']}"}
+        return outcome | {"bytes": sum(receipt["file"]["bytes"] for receipt in receipts)}
+
+    def conclude(self, outcome: Mapping[str, Any]) -> int:
+        """On every rank: take the file back if it is not wanted; returns the bytes of all ranks' files.
+
+        Raises:
+            CheckpointError: the save failed.
+        """
+        if not outcome.get("keeps_files", True):
+            self.remove()
+        if "error" in outcome:
+            raise CheckpointError(
+                "the checkpoint was not saved", where=f"{self.request.store.uri}/{self.request.folder}",
+                got=outcome["error"], wanted="every rank's file and a manifest",
+                remedy="earlier checkpoints are untouched; mend the cause",
+            )  # fmt: skip
+        return int(outcome["bytes"])
+
+
+def new_attempt() -> str:
+    """A name for a save, unlike that of any other."""
+    return secrets.token_hex(4)
+
+
+def save(request: SaveRequest, comm: Communicator) -> int:
+    """Write and commit a checkpoint, or raise the same error on every rank and leave none; returns all ranks' bytes.
 
     Collective and blocking: every rank of `comm`, until the manifest is committed.
 
@@ -53,48 +123,27 @@ def save(request: SaveRequest, comm: Communicator) -> None:
         CheckpointError: a rank could not write, what was written is not whole, or the folder holds a checkpoint of
             another step; names ranks and causes.
     """
-    attempt = comm.all_gather_bytes(secrets.token_hex(4).encode())[0].decode()
-    receipts = [json.loads(part) for part in comm.all_gather_bytes(_write_own(request, comm, attempt))]
-    failed = {rank: receipt["error"] for rank, receipt in enumerate(receipts) if "error" in receipt}
-    if failed:
-        _remove_own(request, comm, attempt)
-        _raise_failed(request, failed)
-    outcome = _commit(request, comm, attempt, receipts) if comm.rank == 0 else {}
-    outcome = json.loads(comm.all_gather_bytes(json.dumps(outcome).encode())[0])
-    if not outcome.get("keeps_files", True):
-        _remove_own(request, comm, attempt)
-    if "error" in outcome:
-        _raise_failed(request, {0: outcome["error"]})
+    attempt = comm.all_gather_bytes(new_attempt().encode())[0].decode()
+    part = Part(request, attempt, comm.rank, comm.world_size)
+    receipt = part.write(lambda: plan_file(request.pieces), _stream)
+    receipts = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(receipt).encode())]
+    outcome = part.decide(receipts) if comm.rank == 0 else {}
+    return part.conclude(json.loads(comm.all_gather_bytes(json.dumps(outcome).encode())[0]))
 
 
-def _raise_failed(request: SaveRequest, failed: dict[int, str]) -> None:
-    raise CheckpointError(
-        "the checkpoint was not saved", where=f"{request.store.uri}/{request.folder}",
-        got="; ".join(f"rank {rank}: {text}" for rank, text in sorted(failed.items())),
-        wanted="every rank's file and a manifest", remedy="earlier checkpoints are untouched; mend the cause",
-    )  # fmt: skip
+def _stream(plan: FilePlan, part: Part) -> DataFile:
+    """Write piece by piece from where the state lives."""
+    with part.request.store.writer(part.key, plan.total_bytes) as out:
+        return write_file(plan, out, part.path)
 
 
-def _file_name(attempt: str, comm: Communicator) -> str:
-    return f"{attempt}/rank-{comm.rank:05d}-of-{comm.world_size:05d}.safetensors"
-
-
-def _write_own(request: SaveRequest, comm: Communicator, attempt: str) -> bytes:
-    """Write this rank's file; the receipt, or what went wrong, as JSON."""
-    path = _file_name(attempt, comm)
-    try:
-        if comm.rank == 0:
-            _check_state(request)
-        plan = plan_file(request.pieces)
-        with request.store.writer(f"{request.folder}/{path}", plan.total_bytes) as out:
-            data_file = write_file(plan, out, path)
-    except (RaydzError, OSError) as error:
-        return json.dumps({"error": str(error).replace("\n", " ")}).encode()
+def receipt_of(plan: FilePlan, data_file: DataFile) -> dict[str, Any]:
+    """What rank 0 needs to know of a data file, as JSON values."""
     pieces = [
         [p.name, p.kind, p.dtype, list(p.shape), p.start, p.stop, offset]
         for p, offset in zip(plan.pieces, plan.offsets, strict=True)
     ]
-    return json.dumps({"file": asdict(data_file), "pieces": pieces}).encode()
+    return {"file": data_file.as_json(), "pieces": pieces}
 
 
 def _check_state(request: SaveRequest) -> None:
@@ -106,14 +155,16 @@ def _check_state(request: SaveRequest) -> None:
         ) from None
 
 
-def _commit(request: SaveRequest, comm: Communicator, attempt: str, receipts: list[dict]) -> dict[str, Any]:
+def _commit(request: SaveRequest, world_size: int, attempt: str, receipts: list[dict]) -> dict[str, Any]:
     """Check and commit on rank 0; says what went wrong, and whether the data files stay."""
     where = f"{request.store.uri}/{request.folder}"
     try:
-        manifest = build_manifest(request, comm.world_size, attempt, receipts)
+        manifest = build_manifest(request, world_size, attempt, receipts)
         manifest.check_coverage(where)
-        for data_file in manifest.files:
-            found = request.store.head(f"{request.folder}/{data_file.path}")
+        with ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="raydz-look") as pool:
+            looks = pool.map(lambda file: request.store.head(f"{request.folder}/{file.path}"), manifest.files)
+            there = list(looks)  # a thousand files one after the other would take half a minute on S3
+        for data_file, found in zip(manifest.files, there, strict=True):
             if found is None or found.bytes != data_file.bytes:
                 size = None if found is None else found.bytes
                 raise CheckpointError(
@@ -160,16 +211,8 @@ def build_manifest(request: SaveRequest, world_size: int, attempt: str, receipts
         key: TensorEntry(*key, *heads[key], tuple(sorted(found, key=lambda piece: piece.start)))
         for key, found in pieces.items()
     }
-    files = tuple(DataFile(**{**r["file"], "chunk_crcs": tuple(r["file"]["chunk_crcs"])}) for r in receipts)
+    files = tuple(DataFile.from_json(receipt["file"], "a receipt") for receipt in receipts)
     return Manifest(
         step=request.step, world_size=world_size, attempt=attempt, created=time.time(), raydz_version=__version__,
         files=files, tensors=tensors, aliases=dict(request.aliases), state=dict(request.state),
     )  # fmt: skip
-
-
-def _remove_own(request: SaveRequest, comm: Communicator, attempt: str) -> None:
-    """Take back this rank's file of a save that failed; a store that is gone keeps it for the sweep."""
-    try:
-        request.store.delete([f"{request.folder}/{_file_name(attempt, comm)}"])
-    except RaydzError as error:
-        _logger.warning("a file of the failed save stays behind: %s", error.what)

@@ -1,6 +1,6 @@
 """What is in a folder of checkpoints, and what is in one checkpoint, from manifests alone: no tensor is read.
 
-Neighbours: `main.py` prints this; `raydz.checkpoint` finds and verifies the manifests.
+Neighbours: `checkpoint_commands.py` prints this; `raydz.checkpoint` finds and verifies the manifests.
 """
 
 from __future__ import annotations
@@ -53,6 +53,17 @@ def list_checkpoints(store: Store) -> Listing:
         wanted="a folder of runs, a run's folder, or one that holds step-... folders",
         remedy="look for <checkpoint.dir>/<run.name>/checkpoints",
     )  # fmt: skip
+
+
+def checkpoint_folders(store: Store) -> list[str]:
+    """Folders that hold folders of steps, at the store's root or below it.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    listing = list_checkpoints(store)
+    found = [*(item.folder for item in listing.committed), *listing.uncommitted]
+    return sorted({folder.rpartition("/")[0] for folder in found})
 
 
 def _candidates(store: Store) -> Iterator[list[str]]:

@@ -1,7 +1,8 @@
 """The command `raydz`: one function a command, each of them parse, call, print.
 
-Neighbours: `report.py`, `checkpoint.py` and `raydz.config` do the work, `printing.py` the looks. What takes seconds to
-import is imported inside the command that needs it, so that `raydz --help` answers at once.
+Neighbours: `report.py` and `raydz.config` do the work, `printing.py` the looks; `checkpoint_commands.py` and
+`convert.py` have commands of their own. What takes seconds to import is imported inside the command that needs it, so
+that `raydz --help` answers at once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ import typer
 from typer.core import TyperGroup
 
 from raydz import log
+from raydz.cli.arguments import PLAIN, Endpoint, Json
+from raydz.cli.checkpoint_commands import checkpoints
+from raydz.cli.convert import convert
+from raydz.cli.submit import PASS_ON, submit
 from raydz.errors import RaydzError
 from raydz.version import __version__
 
@@ -30,15 +35,10 @@ class TypedErrors(TyperGroup):
             raise typer.Exit(1) from None
 
 
-# Rich tracebacks would print local variables, credentials among them.
-_PLAIN = {"no_args_is_help": True, "add_completion": False, "pretty_exceptions_enable": False}
-app = typer.Typer(cls=TypedErrors, help="raydz: ZeRO-sharded training on Ray.", **_PLAIN)  # type: ignore[arg-type]
-checkpoints = typer.Typer(help="Look at checkpoints.", **_PLAIN)  # type: ignore[arg-type]
+app = typer.Typer(cls=TypedErrors, help="raydz: ZeRO-sharded training on Ray.", **PLAIN)
 app.add_typer(checkpoints, name="checkpoint")
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Endpoint = Annotated[str | None, typer.Option(help="S3 endpoint that is not AWS; else AWS_ENDPOINT_URL counts.")]
-Uri = Annotated[str, typer.Argument(metavar="URI", help="Folder or s3://bucket/prefix.")]
+app.command()(convert)
+app.command(context_settings=PASS_ON)(submit)
 
 
 def _print_version(wanted: bool) -> None:
@@ -75,7 +75,7 @@ def report(
         print(json.dumps(collected.as_json(findings), indent=1))
     else:
         printing.print_findings(findings, collected.closing_line(findings))
-    if s3 is not None and any(finding.name == "s3" and finding.state != "ok" for finding in findings):
+    if s3 is not None and any(finding.name == "s3" and finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -130,36 +130,3 @@ def plan(
         print(json.dumps(planned.as_json(findings), indent=1))
     else:
         planned.print_findings(findings)
-
-
-@checkpoints.command("ls")
-def list_checkpoints(uri: Uri, endpoint_url: Endpoint = None, as_json: Json = False) -> None:
-    """List the committed checkpoints of a run, or of all runs in a folder."""
-    from raydz.storage import S3Options, open_store
-
-    store = open_store(uri, S3Options(endpoint_url=endpoint_url))
-    from raydz.cli import checkpoint, printing  # torch comes with it: after the URI was found to be one
-
-    listing = checkpoint.list_checkpoints(store)
-    if as_json:
-        found = [{"folder": item.folder, **item.summary, "fault": item.fault} for item in listing.committed]
-        print(json.dumps({"committed": found, "uncommitted": listing.uncommitted}, indent=1))
-    else:
-        printing.print_listing(store.uri, listing)
-
-
-@checkpoints.command("show")
-def show_checkpoint(uri: Uri, endpoint_url: Endpoint = None, as_json: Json = False) -> None:
-    """Describe one checkpoint, or the newest one in a folder; its tensors are not read."""
-    from raydz.storage import S3Options, open_store
-
-    store = open_store(uri, S3Options(endpoint_url=endpoint_url))
-    from raydz.checkpoint import open_checkpoint  # torch comes with it: after the URI was found to be one
-    from raydz.cli import checkpoint, printing
-
-    folder, manifest = open_checkpoint(store)
-    found = checkpoint.describe(store, folder, manifest)
-    if as_json:
-        print(json.dumps(found, indent=1))
-    else:
-        printing.print_checkpoint(found)

@@ -68,6 +68,8 @@ _HONOURED = [
         "honoured", "", "", train_batch_size=None, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=None
     ),
     *_rows("honoured", "", "", gradient_clipping=1.0, communication_data_type=None),
+    *_rows("honoured", "", "", prescale_gradients=F, gradient_predivide_factor=1.0),
+    Key("data_types.grad_accum_dtype", "honoured", None, "of what micro-batches add up in", ours="fp32"),
     Key("optimizer.type", "honoured", None, "AdamW where the file names none", ours="AdamW"),
     *_rows("honoured", _PARAMS, "", lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0),
     *_rows("honoured", _PARAMS, "", adam_w_mode=T, bias_correction=T),
@@ -84,14 +86,21 @@ _HONOURED = [
     *_rows("honoured", "scheduler.params.", "", decay_step_size=0, cycle_momentum=T, decay_mom_rate=0.0),
     *_rows("honoured", "scheduler.params.", "", cycle_min_mom=0.8, cycle_max_mom=0.9),
     Key("bf16.enabled", "honoured", F),
+    *_rows("honoured", "bf16.", "rounded by chance", bf16_master_weights_and_grads=F, bf16_optimizer_states=F),
     *_rows("honoured", "fp16.", "", enabled=F, loss_scale=0.0, initial_scale_power=16, loss_scale_window=1000),
     *_rows("honoured", "fp16.", "", hysteresis=2, consecutive_hysteresis=F, min_loss_scale=1.0),
     *_rows("honoured", _ZERO, "", stage=0, stage3_max_live_parameters=1_000_000_000),
-    *_rows("honoured", _ZERO, "", mics_shard_size=-1),
+    *_rows("honoured", _ZERO, "", mics_shard_size=-1, overlap_comm=None, reduce_scatter=T),
+    *_rows("honoured", _ZERO, "", sub_group_size=1_000_000_000, ignore_unused_parameters=T),
+    *_rows("honoured", _ZERO, "", zero_hpz_partition_size=1, zero_quantized_weights=F, zero_quantized_gradients=F),
+    *_rows("honoured", _ZERO, "", zero_quantized_nontrainable_weights=F),
+    *_rows("honoured", _ZERO, "", stage3_gather_16bit_weights_on_model_save=F),
+    *_rows("honoured", _ZERO, "", stage3_model_persistence_threshold=sys.maxsize),
     _sized("reduce_bucket_size", 500_000_000),
     _sized("allgather_bucket_size", 500_000_000),
     _sized("stage3_prefetch_bucket_size", 50_000_000),
     _sized("stage3_param_persistence_threshold", 100_000),
+    _sized("stage3_max_reuse_distance", 1_000_000_000),
 ]
 
 _OFFLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -113,12 +122,10 @@ _OFFLOAD = [
 ]
 
 _NO_EFFECT = [
-    *_rows("no effect", "", "gradients are averaged once", prescale_gradients=F, gradient_predivide_factor=1.0),
     *_rows("no effect", "", "embedding gradients are dense", sparse_gradients=F),
     *_rows("no effect", "", "there is no sequence parallelism yet", seq_parallel_communication_data_type="fp32"),
     *_rows("no effect", "", "weights are always gathered by all-gather", disable_allgather=F),
     *_rows("no effect", "", _OWN, zero_force_ds_cpu_optimizer=T, zero_allow_untested_optimizer=F),
-    Key("data_types.grad_accum_dtype", "no effect", None, "micro-batches are summed in fp32", ours="fp32"),
     *_rows("no effect", "", "the order of rows is the data section's", dataloader_drop_last=F),
     *_rows("no effect", "", "the resolved configuration is always shown", dump_state=F),
     *_rows("no effect", "", _LOGS, wall_clock_breakdown=F, memory_breakdown=F, timers={}, comms_logger={"enabled": F}),
@@ -142,22 +149,14 @@ _NO_EFFECT = [
     *_rows("no effect", "fp16.", "inputs are always cast to the compute dtype", auto_cast=F),
     *_rows("no effect", "bf16.", "a non-finite gradient always skips the step", check_grad_overflow=T),
     *_rows("no effect", "bf16.", "gradients reach the masters when they are reduced", immediate_grad_update=F),
-    *_rows("no effect", _ZERO, "gradients always lie in one buffer a unit", contiguous_gradients=T),
-    *_rows("no effect", _ZERO, "gathers and reductions always overlap where the backend can", overlap_comm=None),
-    *_rows("no effect", _ZERO, "sharded stages always reduce-scatter", reduce_scatter=T),
-    *_rows("no effect", _ZERO, "reduction is per unit", use_multi_rank_bucket_allreduce=T, round_robin_gradients=F),
+    *_rows("no effect", _ZERO, "the pass that casts a gradient writes it into its flat buffer", contiguous_gradients=T),
+    *_rows("no effect", _ZERO, "every rank owns an equal part of every bucket", use_multi_rank_bucket_allreduce=T),
+    *_rows("no effect", _ZERO, "every rank owns and copies an equal part of every bucket", round_robin_gradients=F),
     *_rows("no effect", _ZERO, "weights are always gathered by all-gather", allgather_partitions=T),
     *_rows("no effect", _ZERO, "masters always come from the checkpoint's fp32", load_from_fp32_weights=T),
     *_rows("no effect", _ZERO, "every checkpoint loads at any world size", elastic_checkpoint=F),
-    *_rows("no effect", _ZERO, "the optimizer updates unit by unit", sub_group_size=1_000_000_000),
-    *_rows("no effect", _ZERO, "a unit is released after its use", stage3_max_reuse_distance=1_000_000_000),
-    *_rows("no effect", _ZERO, "checkpoints hold whole weights", stage3_gather_16bit_weights_on_model_save=F),
-    *_rows(
-        "no effect", _ZERO, "the threshold of one parameter decides", stage3_model_persistence_threshold=sys.maxsize
-    ),
     *_rows("no effect", _ZERO, _UNITS, stage3_module_granularity_threshold=0, leaf_module={}, override_module_apply=T),
     *_rows("no effect", _ZERO, _UNITS, stage3_use_all_reduce_for_fetch_params=F, stage3_allgather_sequential=F),
-    *_rows("no effect", _ZERO, "an unused parameter contributes zeros", ignore_unused_parameters=T),
     *_rows("no effect", _ZERO, "the forward reads gathered weights in place", memory_efficient_linear=T),
     *_rows("no effect", _ZERO, "ranks read only their own shards", pipeline_loading_checkpoint=F),
     *_rows(
@@ -186,15 +185,10 @@ _REFUSED = [
     *_rows("refused", "data_types.", "use bf16 to choose the compute dtype", param_dtype=None, buffer_dtype=None),
     *_rows("refused", _PARAMS, "AdamW without AMSGrad", amsgrad=F),
     *_rows("refused", _PARAMS, "use gradient_clipping", max_grad_norm=0),
-    *_rows("refused", "fp16.", "masters are fp32", fp16_master_weights_and_grads=F),
-    *_rows("refused", "bf16.", "masters are fp32", bf16_master_weights_and_grads=F),
-    *_rows("refused", "bf16.", "moments are fp32", bf16_optimizer_states=F),
+    *_rows("refused", "fp16.", "updates below fp16's range vanish; use bf16", fp16_master_weights_and_grads=F),
     *_rows("refused", _ZERO, "the old stage 1 is gone from DeepSpeed too", legacy_stage1=F),
     *_rows("refused", _ZERO, f"ZenFlow {_LATER}", zenflow=None),
-    *_rows("refused", _ZERO, f"hierarchical shards (hpZ) {_LATER}", zero_hpz_partition_size=1),
-    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_weights=F),
-    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_nontrainable_weights=F),
-    *_rows("refused", _ZERO, f"quantised communication {_LATER}", zero_quantized_gradients=F, zeropp_loco_param=None),
+    *_rows("refused", _ZERO, "gradients are rounded without error feedback", zeropp_loco_param=None),
     *_rows("refused", _ZERO, f"hierarchical MiCS gathers: {_LATER}", mics_hierarchical_params_gather=F),
 ]
 

@@ -6,6 +6,7 @@ table of all keys and says what each default is; `schema.Config` has the same se
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -16,6 +17,9 @@ from raydz.config.optimizer import AnyOptimizerConfig, OptimizerConfig
 from raydz.config.section import AboveZero, Count, Fraction, NonNegative, Positive, Section, Whole
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
+
+
+_INT8 = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
 
 
 def _spelling(table: dict[str, str]) -> BeforeValidator:
@@ -30,7 +34,7 @@ def _recomputation(value: Any) -> Any:
 
 Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_recomputation)]
 """What backward computes again, block by block: nothing, all, or what is cheap (no matrix product, no attention)."""
-AccumulationDtype = Annotated[Literal["fp32", "bf16"], _spelling(_DTYPES)]
+AccumulationDtype = Annotated[Literal["fp32", "bf16", "fp16"], _spelling(_DTYPES)]
 
 
 class WarmupLRParams(Section):
@@ -131,6 +135,10 @@ class Bf16Config(Section):
     """`bf16` (alias `bfloat16`): forward and backward in bf16 over fp32 masters."""
 
     enabled: bool = False
+    bf16_master_weights_and_grads: bool = False
+    """The bf16 weights are the masters, rounded by chance, and sums of gradients are kept in bf16."""
+    bf16_optimizer_states: bool = False
+    """Moments in bf16, rounded by chance."""
 
 
 class Fp16Config(Section):
@@ -147,9 +155,10 @@ class Fp16Config(Section):
 
 
 class DataTypesConfig(Section):
-    """`data_types`; micro-batches are summed in fp32 whatever it says."""
+    """`data_types`."""
 
     grad_accum_dtype: AccumulationDtype = "fp32"
+    """Of the buffers in which the gradients of several micro-batches add up; sums over ranks are always fp32."""
 
 
 class OffloadOptimizerConfig(Section):
@@ -181,18 +190,35 @@ class ZeroConfig(Section):
 
     stage: Annotated[Whole, Field(ge=0, le=3)] = 0
     overlap_comm: bool | None = None
+    """None: yes. False: every gather and reduction is awaited where it is launched, and nothing is gathered ahead."""
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
+    """False: every rank receives the whole sum of a bucket (all-reduce) and keeps its shard."""
     allgather_partitions: bool = True
     reduce_bucket_size: Positive | None = None
     allgather_bucket_size: Positive | None = None
     stage3_prefetch_bucket_size: Count | None = None
     stage3_param_persistence_threshold: Count | None = None
+    stage3_model_persistence_threshold: Count = sys.maxsize
+    """Most elements that stay gathered by the threshold, all together."""
     stage3_max_live_parameters: Count = 1_000_000_000
-    stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count | None = None
+    """A unit stays gathered after its forward if at most so many elements of others are used before it is again."""
     sub_group_size: Positive = 1_000_000_000
+    """Elements that the optimizer updates at once."""
+    ignore_unused_parameters: bool = True
+    """False: a backward that leaves a parameter without a gradient is an error."""
     mics_shard_size: int = -1
+    zero_hpz_partition_size: Count = 1
+    """Consecutive ranks that keep a second copy of the weights among themselves, for gathers after the first."""
+    zero_quantized_weights: bool = False
+    """Gather weights as int8 blocks."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Gather frozen weights as int8 blocks."""
+    zero_quantized_gradients: bool = False
+    """Reduce gradients as int8 blocks."""
     stage3_gather_16bit_weights_on_model_save: bool = False
+    """Whether `save_16bit_model` may gather the weights at stage 3."""
     offload_optimizer: OffloadOptimizerConfig | None = None
     offload_param: OffloadParamConfig | None = None
 
@@ -233,6 +259,10 @@ class EngineSections(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     zero_allow_untested_optimizer: bool = False
     communication_data_type: AccumulationDtype | None = None
+    prescale_gradients: bool = False
+    """All of the division by the number of ranks comes before the reduction, whatever the factor."""
+    gradient_predivide_factor: AboveZero = 1.0
+    """Other than 1: gradients are divided by it before the reduction, and by the rest of the ranks' number after it."""
     data_types: DataTypesConfig = DataTypesConfig()
     parallel: ParallelConfig = ParallelConfig()
 
@@ -258,9 +288,34 @@ class EngineSections(Section):
         return "bf16" if self.bf16.enabled else "fp16" if self.fp16.enabled else "fp32"
 
     @model_validator(mode="after")
+    def _zeropp_is_of_stage_3(self) -> EngineSections:
+        zero = self.zero_optimization
+        asked = [key for key in _INT8 if getattr(zero, key)]
+        asked += ["zero_hpz_partition_size"] if zero.zero_hpz_partition_size > 1 else []
+        faults = [
+            Fault(f"zero_optimization.{key}", "only ZeRO stage 3 has this", got=f"stage {zero.stage}", wanted="stage 3")
+            for key in asked
+            if zero.stage < 3
+        ]
+        if zero.zero_quantized_gradients and not zero.reduce_scatter:
+            key = "zero_optimization.zero_quantized_gradients"
+            faults.append(Fault(key, "an all-reduce cannot send int8", wanted="zero_optimization.reduce_scatter: true"))
+        if faults:
+            raise Unfit(*faults)
+        return self
+
+    @property
+    def accumulation_dtype(self) -> AccumulationDtype:
+        """Dtype in which micro-batches add up."""
+        return "bf16" if self.bf16.bf16_master_weights_and_grads else self.data_types.grad_accum_dtype
+
+    @model_validator(mode="after")
     def _one_compute_dtype(self) -> EngineSections:
         if self.bf16.enabled and self.fp16.enabled:
             raise Unfit(Fault("fp16.enabled", "fp16 and bf16 are both enabled", wanted="one of them"))
+        for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
+            if getattr(self.bf16, key) and not self.bf16.enabled:
+                raise Unfit(Fault(f"bf16.{key}", "bf16 is not enabled", wanted="bf16.enabled: true"))
         return self
 
 

@@ -29,7 +29,7 @@ _IDENTITY: dict[str, set[str] | None] = {
     "train": {"eval_every", "eval_rows", "log_every", "sample_prompt", "sample_tokens", "threads", "device"}
     | {"max_skipped_in_row", "evaluate_ema"},
     "parallel": {"collective_timeout_s"},
-    **dict.fromkeys(("resume", "checkpoint", "storage", "scaling", "failure", "tracking")),
+    **dict.fromkeys(("resume", "resume_key_map", "checkpoint", "storage", "scaling", "failure", "tracking")),
     **dict.fromkeys(("steps_per_print", "wall_clock_breakdown")),
 }
 
@@ -88,8 +88,9 @@ def resolve_paths(config: Config, base_dir: str | Path | None = None) -> Config:
 
     Outputs (run.root, checkpoint.dir, tracking.mlflow_uri, data.cache_dir, a relative `resume`) are taken relative to
     `base_dir`, else to $RAYDZ_ROOT, else to the working directory; inside the package of a Ray job, which Ray deletes
-    with the job, to the home directory, with a warning. Inputs (data, tokenizer) are taken relative to the working
-    directory, and stay relative inside a Ray job's package, which lies elsewhere on other nodes.
+    with the job, to the home directory, with a warning. Inputs (data, tokenizer, key map, first weights) are taken
+    relative to the working directory, and stay relative inside a Ray job's package, which lies elsewhere on other
+    nodes.
     """
     base = _base(config, base_dir)
     root = _absolute(config.run.root, base)
@@ -99,7 +100,11 @@ def resolve_paths(config: Config, base_dir: str | Path | None = None) -> Config:
     cache_dir = _absolute(config.data.cache_dir, base) if config.data.cache_dir else str(Path(root, "cache"))
     data = _absolute_inputs(config).model_copy(update={"cache_dir": cache_dir})
     resume = config.resume if config.resume in ("auto", "never") else _absolute(config.resume, base)
-    changed = {"run": run, "checkpoint": checkpoint, "tracking": tracking, "data": data, "resume": resume}
+    changed = {
+        "run": run, "checkpoint": checkpoint, "tracking": tracking, "data": data, "resume": resume,
+        "resume_key_map": _absolute_input(config.resume_key_map),
+        "model": config.model.model_copy(update={"init_from": _absolute_input(config.model.init_from)}),
+    }  # fmt: skip
     return config.model_copy(update=changed)
 
 
@@ -121,6 +126,10 @@ def _base(config: Config, base_dir: str | Path | None) -> Path:
 
 def _in_package() -> bool:
     return _PACKAGE in f"{Path.cwd()}/"
+
+
+def _absolute_input(path: str | None) -> str | None:
+    return path if path is None or _in_package() else _absolute(path, Path.cwd())
 
 
 def _absolute_inputs(config: Config) -> Any:

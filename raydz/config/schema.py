@@ -51,6 +51,8 @@ class ModelConfig(Section):
     rms_norm_eps: AboveZero = 1e-5
     tie_word_embeddings: bool = False
     initializer_range: AboveZero = 0.02
+    init_from: Text | None = None
+    """Weights to begin with: a Hugging Face folder or a raydz checkpoint, local or `s3://`; None: new ones."""
     max_position_embeddings: Positive | Auto = "auto"
     """auto: `data.sequence_length`."""
     activation_checkpointing: Recomputation = "none"
@@ -153,6 +155,15 @@ class TrainConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
 
 
+class KeepBestConfig(Section):
+    """`checkpoint.keep_best`: checkpoints kept for a metric that they were saved with, of the same value the oldest."""
+
+    metric: Text
+    """For example `eval_loss`."""
+    mode: Literal["min", "max"] = "min"
+    count: Positive = 1
+
+
 class CheckpointConfig(Section):
     """`checkpoint`."""
 
@@ -161,6 +172,40 @@ class CheckpointConfig(Section):
     every: Count = 50
     """0: only at the end."""
     at_end: bool = True
+    export_every: Count = 0
+    """Every n-th save also becomes a merged Hugging Face folder in `<run>/exports`, and the last one; 0: none."""
+    export_dtype: Auto | Literal["float32", "bfloat16", "float16"] = "auto"
+    """Of its weights; auto: what the run computes in."""
+    export_shard_bytes: Positive = 5_000_000_000
+    """Of one of its files at most."""
+    async_save: bool = True
+    """Copy the state to host memory (each rank as much as it has on disk) and write it while training goes on."""
+    in_flight: Literal["wait", "skip"] = "wait"
+    """What a save does while the one before it is under way; the last one waits."""
+    max_failures_in_row: Positive = 3
+    """So many saves in a row that fail end the training."""
+    timeout_s: AboveZero = 1800.0
+    """How long the ranks of a save wait for each other before it has failed."""
+    exit_wait_s: NonNegative = 25.0
+    """How long a run that fails or is told to end waits for the save in flight."""
+    keep_last: Positive | None = None
+    """So many of the newest whole checkpoints are kept, and what the next two keys name; None: all."""
+    keep_every: Count = 0
+    """Steps: checkpoints whose step is a multiple of it are kept for ever; 0: none."""
+    keep_best: KeepBestConfig | None = None
+    sweep_after_s: AboveZero | None = 86400.0
+    """Age from which files of saves that were never committed are removed; None: never. Longer than any save takes."""
+
+    @model_validator(mode="after")
+    def _keeping_fits(self) -> CheckpointConfig:
+        if self.keep_last is None and (self.keep_every or self.keep_best):
+            which = "keep_every" if self.keep_every else "keep_best"
+            what = "has no effect while all checkpoints are kept"
+            raise Unfit(Fault(which, what, remedy="set keep_last, the number of newest checkpoints to keep besides"))
+        if self.sweep_after_s is not None and self.sweep_after_s <= self.timeout_s:
+            what = "would sweep away the files of a save that is under way"
+            raise Unfit(Fault("sweep_after_s", what, str(self.sweep_after_s), f"more than timeout_s {self.timeout_s}"))
+        return self
 
 
 class StorageConfig(Section):
@@ -172,6 +217,23 @@ class StorageConfig(Section):
     profile: str | None = None
     checksum: Literal["auto", "crc64nvme", "crc32c", "crc32", "off"] = "auto"
     concurrency: Positive = 8
+    """Requests in flight of one writer or one large read."""
+    bandwidth_limit: AboveZero | None = None
+    """Bytes per second of each rank, up and down together; None: no limit."""
+    part_bytes_min: Positive = 16 << 20
+    part_bytes_max: Positive = 64 << 20
+    """Bounds for the parts of an upload, 5 MiB to 5 GiB."""
+    read_back: Auto | bool = "auto"
+    """Read and compare all that was written; auto: if the self-test finds that the store does not check checksums."""
+    conditional_put: Literal["require", "warn"] = "require"
+    """What to do with a store that ignores `If-None-Match`: refuse it, or warn and look before each commit."""
+    sse: str | None = None
+    """Server-side encryption: AES256 or aws:kms."""
+    sse_kms_key_id: str | None = None
+    connect_timeout_s: AboveZero = 10.0
+    read_timeout_s: AboveZero = 60.0
+    max_attempts: Positive = 10
+    """Tries of one request."""
 
 
 class ScalingConfig(Section):
@@ -187,7 +249,18 @@ class FailureConfig(Section):
     """`failure`."""
 
     max_failures: Count = 3
-    """Restarts before the run is given up."""
+    """Failures within `window_s` that are forgiven; a planned end (a drained node) is not one."""
+    window_s: AboveZero = 86400.0
+    max_at_same_step: Positive = 3
+    """So many failures in a row at one step: `on_poison` decides."""
+    on_poison: Literal["stop", "skip"] = "stop"
+    """skip: go on without that step's batch."""
+    hang_factor: NonNegative = 3.0
+    hang_floor_s: NonNegative = 15.0
+    """A group hangs if for `hang_factor` median steps and `hang_floor_s` no rank ends a step or launches a collective;
+    a floor of 0: never."""
+    on_bad_checkpoint: Literal["stop", "previous"] = "stop"
+    """When the newest checkpoint turns out to be damaged; previous: begin at the one before."""
 
 
 class TrackingConfig(Section):
@@ -197,6 +270,8 @@ class TrackingConfig(Section):
     mlflow_uri: str | None = None
     """None: `sqlite:///<run.root>/mlflow.db`."""
     experiment: Text = "raydz"
+    log_json: bool = False
+    """Log in JSON, a line a record and one an event of `events.jsonl`."""
 
 
 class Config(EngineSections):
@@ -205,6 +280,8 @@ class Config(EngineSections):
     run: RunConfig = RunConfig()
     resume: Text = "auto"
     """auto: from the newest checkpoint of `run.name`; never; or a checkpoint's URI."""
+    resume_key_map: Text | None = None
+    """JSON file with the model's names for those of the checkpoint that `resume` names, read on rank 0's host."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()

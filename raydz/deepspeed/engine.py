@@ -283,6 +283,28 @@ class DeepSpeedEngine:
             return None, None
         return self.raydz.load_checkpoint(load_dir, chosen)
 
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write whole weights in the compute dtype to one safetensors file, and return True.
+
+        False, after a warning, at stage 3 where `stage3_gather_16bit_weights_on_model_save` is false. Collective.
+
+        Raises:
+            ConfigError: another kind of file is asked for: nothing is pickled.
+        """
+        zero = self.raydz.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            _logger.warning("%s not saved: stage3_gather_16bit_weights_on_model_save is false", save_filename)
+            return False
+        self.raydz.save_16bit_model(save_dir, save_filename, exclude_frozen=exclude_frozen_parameters)
+        return True
+
+    save_fp16_model = save_16bit_model
+
 
 def _write_latest(save_dir: str, tag: str) -> None:
     open_store(save_dir).put(_LATEST, tag.encode())

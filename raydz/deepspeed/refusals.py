@@ -34,8 +34,6 @@ _REASONS = {
         "compile": "compile the model before it is handed over",
         "coalesce_grad_reduction": "set parallel.gradient_reduction to boundary",
         "eval_batch": "it belongs to pipelines; call engine(...) under torch.no_grad()",
-        "save_16bit_model": "engine.full_state_dict() has the whole fp32 weights on rank 0",
-        "save_fp16_model": "engine.full_state_dict() has the whole fp32 weights on rank 0",
         "set_data_post_process_func": "the data is the script's own",
         "set_gradient_accumulation_boundary": "the engine counts micro-batches: set gradient_accumulation_steps",
         "set_train_batch_size": "a training keeps its batch size; build another engine",

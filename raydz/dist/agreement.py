@@ -9,6 +9,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
+
 from raydz import errors
 from raydz.dist.collectives import Communicator
 from raydz.dist.sequence import SequenceLog, first_difference
@@ -27,6 +29,28 @@ def on_rank_zero(comm: Communicator, work: Callable[[], T]) -> T:
     if "error" in reply:
         raise _rebuild(reply["error"])
     return reply["value"]
+
+
+def bytes_from_rank_zero(comm: Communicator, work: Callable[[], bytes]) -> bytes:
+    """Run `work` on rank 0 and return its bytes, however many, on every rank.
+
+    Collective: every rank. Memory: the bytes once more while they travel. Raises: as `on_rank_zero`.
+    """
+    held = b""
+
+    def keep() -> int:
+        nonlocal held
+        held = work()
+        return len(held)
+
+    size = on_rank_zero(comm, keep)
+    if comm.world_size == 1:
+        return held
+    moved = torch.empty(size, dtype=torch.uint8)
+    if size and comm.rank == 0:
+        moved.copy_(torch.frombuffer(bytearray(held), dtype=torch.uint8))
+    comm.broadcast(moved)
+    return held if comm.rank == 0 else moved.numpy().tobytes()
 
 
 def on_every_rank(comm: Communicator, work: Callable[[], T]) -> T:

@@ -20,6 +20,7 @@ from raydz.dist.clock import CommClock
 from raydz.dist.monitor import Waiting
 from raydz.dist.sequence import SequenceLog
 from raydz.errors import LayoutError, TrainingError
+from raydz.ops.quantise import pack_int8, packed_bytes, sum_packed
 from raydz.ops.reduction import sum_rows
 
 # torch 2.13 renamed both; 2.11 has the old names only.
@@ -100,6 +101,9 @@ class Communicator:
         clock: where waits are counted.
         name: of its sequence log.
         waiting: where the monitor looks.
+
+    Attributes:
+        bytes_sent: by this rank since the start, with flat tensors and exchanges.
     """
 
     def __init__(
@@ -113,26 +117,30 @@ class Communicator:
         self._backend = "none" if group is None else str(dist.get_backend(group))
         self.is_gloo = self._backend == "gloo"
         self._ordered = ordered or self.is_gloo
+        self.bytes_sent = 0
 
-    def all_gather_flat(self, full: Tensor, *, tag: int, what: str = "") -> Handle:
+    def all_gather_flat(
+        self, full: Tensor, *, tag: int, what: str = "", finish: Callable[[], object] | None = None
+    ) -> Handle:
         """Fill `full` with the shards of all ranks; this rank's shard is already in its place.
 
         Shape: full (world_size * n,), contiguous; rank r owns [r * n, (r + 1) * n).
         Collective: every rank of the group; on gloo `tag` names the buffer, so that ranks that gather in different
-            orders wait for each other instead of receiving each other's bytes. `what` names it to people.
+            orders wait for each other instead of receiving each other's bytes. `what` names it to people; `finish` is
+            called once, at the end of the first `Handle.wait()`.
         Ownership: `full` may be read only after `Handle.wait()`; the own shard must not change before it.
         """
         n = self._shard_numel(full)
         self._count(full)
         if self.world_size == 1 or n == 0:
-            return Handle([], self.clock)
+            return Handle([], self.clock, finish)
         mine = full[self.rank * n : (self.rank + 1) * n]
         with self._launching(f"gather {what or tag}") as what:
             if not self.is_gloo:
                 works = [_all_gather(full, mine, group=self.group, async_op=True)]
             else:
                 works = self._exchange(full, mine, n, tag)
-        return Handle(works, self.clock, what=what, waiting=self._waiting)
+        return Handle(works, self.clock, finish, what=what, waiting=self._waiting)
 
     def _exchange(self, full: Tensor, mine: Tensor, n: int, tag: int) -> list:
         works = []
@@ -176,10 +184,54 @@ class Communicator:
         add = partial(sum_rows, summed.view(1, n), out, accumulate=accumulate)
         return Handle([work], self.clock, add, what=what, waiting=self._waiting)
 
+    def reduce_scatter_int8(self, flat: Tensor, out: Tensor, *, accumulate: bool = False, what: str = "") -> Handle:
+        """`reduce_scatter_flat` of int8 blocks: each rank's part is rounded once, then summed in fp32 in rank order.
+
+        Error: of each element, a 254th of its block's largest magnitude on every rank, added up. What is not finite
+        arrives as NaN. Ownership: `flat` may be reused at once. See "Int8 blocks" in `ops/README.md`.
+        """
+        n = self._shard_numel(flat)
+        if self.world_size == 1 or n == 0:
+            return self.reduce_scatter_flat(flat, out, accumulate=accumulate, what=what)
+        sent = torch.empty(self.world_size, packed_bytes(n), dtype=torch.uint8, device=flat.device)
+        pack_int8(flat.view(self.world_size, n), sent)
+        received = torch.empty_like(sent)
+        self._count(sent)
+        with self._launching(f"reduce {what}") as what:
+            work = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        add = partial(sum_packed, received, out, accumulate=accumulate)
+        return Handle([work], self.clock, add, what=what, waiting=self._waiting)
+
+    def all_reduce_to_shard(self, flat: Tensor, out: Tensor, *, accumulate: bool = False, what: str = "") -> Handle:
+        """`reduce_scatter_flat`, but every rank receives the whole sum before it keeps its shard.
+
+        Twice the bytes of a reduce-scatter, in one native collective where sums need no order. Where they do `out` has
+        the same bits: the owner's fp32 sum. Ownership: `flat` is overwritten.
+        """
+        if self.world_size == 1 or not flat.numel():
+            return self.reduce_scatter_flat(flat, out, accumulate=accumulate, what=what)
+        n = self._shard_numel(flat)
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        if not self._ordered:
+            self._count(flat, 2 * n * (self.world_size - 1))
+            with self._launching(f"all-reduce {what}") as what:
+                work = dist.all_reduce(flat, group=self.group, async_op=True)
+            add = partial(sum_rows, flat[own].view(1, n), out, accumulate=accumulate)
+            return Handle([work], self.clock, add, what=what, waiting=self._waiting)
+        reduction = self.reduce_scatter_flat(flat, out, accumulate=accumulate, what=what)
+
+        def spread() -> None:
+            reduction.wait()
+            flat[own] = out
+            self.all_gather_flat(flat, tag=0, what=what).wait()
+
+        return Handle([], self.clock, spread)
+
     @contextmanager
     def _launching(self, what: str) -> Iterator[str]:
         """Note a launch; gives the name to wait under."""
         self.log.note(what)
+        self._waiting.calls += 1
         numbered = f"{what} (#{self.log.count} of {self.log.name})"
         with blocking(numbered, self.clock, self._waiting):
             yield numbered
@@ -194,7 +246,7 @@ class Communicator:
         if not self._ordered:
             with self._launching("all-reduce"):
                 dist.all_reduce(flat, group=self.group)
-            self.clock.elements_sent += 2 * flat.numel() * (self.world_size - 1) // self.world_size
+            self._count(flat, 2 * flat.numel() * (self.world_size - 1) // self.world_size)
             return
         n = -(-flat.numel() // self.world_size)
         padded = torch.nn.functional.pad(flat, (0, n * self.world_size - flat.numel()))
@@ -216,7 +268,7 @@ class Communicator:
         received = sent.new_empty(sum(numels))
         with self._launching(what):
             dist.all_to_all_single(received, sent, list(numels), [p.numel() for p in pieces], group=self.group)
-        self.clock.elements_sent += sent.numel() - pieces[self.rank].numel()
+        self._count(sent, sent.numel() - pieces[self.rank].numel())
         return list(received.split(list(numels)))
 
     def all_gather_values(self, values: Sequence[float], *, what: str = "figures") -> list[list[float]]:
@@ -286,5 +338,9 @@ class Communicator:
             )
         return flat.numel() // self.world_size
 
-    def _count(self, flat: Tensor) -> None:
-        self.clock.elements_sent += flat.numel() * (self.world_size - 1) // self.world_size
+    def _count(self, flat: Tensor, numel: int | None = None) -> None:
+        """Count `numel` elements as sent; None: what every other rank has no part of."""
+        self._waiting.calls += 1
+        numel = flat.numel() * (self.world_size - 1) // self.world_size if numel is None else numel
+        self.clock.elements_sent += numel
+        self.bytes_sent += numel * flat.element_size()

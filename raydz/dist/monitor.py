@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,14 +25,16 @@ _POLL_S = 1.0
 _ANSWER_S = 5.0
 EXIT_CODE = 70
 _logger = log.get(__name__)
+_monitors: weakref.WeakSet[DivergenceMonitor] = weakref.WeakSet()
 
 
 @dataclass
 class Waiting:
-    """What this rank waits for now; shared by the communicators of an engine."""
+    """What this rank waits for now, and what it launched so far; shared by the communicators of an engine."""
 
     what: str | None = None
     since: float = 0.0
+    calls: int = 0
 
     def begin(self, what: str) -> None:
         self.what, self.since = what, time.monotonic()
@@ -77,6 +80,12 @@ def _diverged(where: str, states: Sequence[State | None], does: list[str]) -> Tr
     )
 
 
+def activity() -> tuple[int, str | None]:
+    """Collectives that all engines of this process launched, and the one it waits in; None: it computes."""
+    waitings = [monitor._waiting for monitor in list(_monitors)]
+    return sum(w.calls for w in waitings), next((w.what for w in waitings if w.what), None)
+
+
 def print_and_exit(error: TrainingError) -> None:
     """The default end: a peer's exit wakes ranks that gloo would let wait, and torchrun ends the rest."""
     print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
@@ -106,6 +115,7 @@ class DivergenceMonitor:
     ) -> None:  # fmt: skip
         self._rank, self._world_size, self._limit_s = rank, world_size, limit_s
         self._waiting, self._logs = waiting, logs
+        _monitors.add(self)
         self._answered = 0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
@@ -168,4 +178,4 @@ def default_store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-__all__ = ["DivergenceMonitor", "State", "Waiting", "default_store", "diagnose", "set_end"]
+__all__ = ["DivergenceMonitor", "State", "Waiting", "activity", "default_store", "diagnose", "set_end"]

@@ -6,7 +6,7 @@ are installed, elsewhere the reference itself; the bits are the same.
 """
 
 from raydz.ops.adamw import adamw_step
-from raydz.ops.reduction import sum_rows, sum_squares
+from raydz.ops.reduction import sum_rows, sum_squares, sum_squares_of_all
 from raydz.ops.rounding import merge_master, round_bf16, split_master
 
-__all__ = ["adamw_step", "merge_master", "round_bf16", "split_master", "sum_rows", "sum_squares"]
+__all__ = ["adamw_step", "merge_master", "round_bf16", "split_master", "sum_rows", "sum_squares", "sum_squares_of_all"]

@@ -7,7 +7,6 @@ the same order; README.md "One arithmetic" says why the bits agree.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 
 from raydz.errors import ConfigError
-from raydz.ops.buffers import FLOATS, HALVES, check_buffer
-from raydz.ops.native import kernels_for
-from raydz.ops.rounding import merge_reference, round_reference, split_reference
-
-_PIECE_NUMEL = 1 << 16  # the reference works on pieces whose temporaries stay in the cache
+from raydz.ops.native import has_triton, kernels_for
+from raydz.ops.operands import Operands, walk
+from raydz.ops.stochastic import Noise
 
 
 class Buffers(NamedTuple):
@@ -32,20 +29,8 @@ class Buffers(NamedTuple):
     exp_avg_sq: Tensor
     out: Tensor | None
 
-    def pieces(self) -> Iterator[Buffers]:
-        """Views of consecutive parts; on an accelerator one part, since each costs a dozen launches."""
-        numel = self.master.numel()
-        piece = _PIECE_NUMEL if self.master.device.type == "cpu" else max(numel, 1)
-        for start in range(0, numel, piece):
-            part = slice(start, start + piece)
-            yield Buffers(
-                self.master.view(-1)[part],
-                None if self.low is None else self.low.view(-1)[part],
-                self.grad.view(-1)[part],
-                self.exp_avg.view(-1)[part],
-                self.exp_avg_sq.view(-1)[part],
-                None if self.out is None else self.out.view(-1)[part],
-            )
+    def operands(self) -> Operands:
+        return Operands(self.master, self.grad, (self.exp_avg, self.exp_avg_sq), self.low, self.out)
 
 
 class Scalars(NamedTuple):
@@ -81,21 +66,22 @@ def adamw_step(
     out: Tensor | None = None,
     decoupled: bool = True,
     bias_correction: bool = True,
+    noise: Noise | None = None,
     threads: int = 1,
-) -> int:
+) -> int | Tensor:
     """Update `master`, `exp_avg` and `exp_avg_sq` in place and return how many scaled gradients are not finite.
 
-    The update is made whatever that count is: who wants to skip such a step decides before it, from the norm.
+    The update is made whatever that count is: who wants to skip such a step decides before it, from the norm. On an
+    accelerator the count is a 0-d tensor, so that the host does not wait for it.
 
-    Shape: all of one length, contiguous, on one device; they must not overlap.
-    Dtype: `exp_avg`, `exp_avg_sq` fp32; `grad` fp32, bf16 or fp16; `master` fp32, or with `low` (int16) bf16, as
-        `split_master` made them. `out`, bf16 or fp16, receives the updated weight (bf16 as `round_bf16` rounds).
+    Shape, dtype: as `Operands` has them, the two moments its states.
 
     Args:
         step: this step's number, from 1 on; the function keeps no state.
         grad_scale: multiplied into the gradient first: 1 / loss scale, times the clip factor.
         decoupled: weight decay shrinks the weight (AdamW); otherwise it is added to the gradient (Adam).
         bias_correction: make up for moments that begin at zero.
+        noise: what rounds masters and moments that are bf16 alone.
         threads: at most so many, for host memory; the result does not depend on it.
 
     Raises:
@@ -105,7 +91,7 @@ def adamw_step(
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
     buffers = Buffers(master, low, grad, exp_avg, exp_avg_sq, out)
-    _check(buffers)
+    buffers.operands().check(("exp_avg", "exp_avg_sq"), has_noise=noise is not None)
     scalars = step_scalars(
         lr=lr,
         beta1=beta1,
@@ -118,8 +104,12 @@ def adamw_step(
         bias_correction=bias_correction,
     )
     if kernels := kernels_for(master):
-        return kernels.adamw(*(t if t is None else t.detach() for t in buffers), scalars, decoupled, threads)
-    return adamw_reference(buffers, scalars, decoupled)
+        return kernels.adamw(*buffers.operands().for_kernel(), scalars, decoupled, threads, noise)
+    if master.is_cuda and has_triton() and noise is None:
+        from raydz.ops.adamw_triton import adamw_cuda
+
+        return adamw_cuda(buffers, scalars, decoupled)
+    return adamw_reference(buffers, scalars, decoupled, noise)
 
 
 def step_scalars(
@@ -159,19 +149,13 @@ def step_scalars(
     return Scalars(*(float(numpy.float32(value)) for value in exact))
 
 
-def adamw_reference(buffers: Buffers, scalars: Scalars, decoupled: bool) -> int:
+def adamw_reference(buffers: Buffers, scalars: Scalars, decoupled: bool, noise: Noise | None = None) -> int | Tensor:
     """`adamw_step` in torch, on any device: what the kernels must agree with, bit for bit."""
-    num_nonfinite = 0
-    for b in buffers.pieces():
-        p = b.master if b.low is None else _merged(b.master, b.low)
-        g = b.grad.to(torch.float32) * scalars.grad_scale
-        num_nonfinite += int((~g.isfinite()).sum())
-        _update(p, g, b.exp_avg, b.exp_avg_sq, scalars, decoupled)
-        if b.low is not None:
-            split_reference(p, b.master, b.low)
-        if b.out is not None:
-            _cast(p, b.out)
-    return num_nonfinite
+
+    def update(p: Tensor, g: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+        _update(p, g, exp_avg, exp_avg_sq, scalars, decoupled)
+
+    return walk(buffers.operands(), scalars.grad_scale, noise, update)
 
 
 def _update(p: Tensor, g: Tensor, m: Tensor, v: Tensor, s: Scalars, decoupled: bool) -> None:
@@ -194,28 +178,3 @@ def _sqrt(v: Tensor) -> Tensor:
     Through fp64 it is: the root of an fp32 number lies at least 4 fp64 ulps from where fp32's rounding would turn.
     """
     return v.to(torch.float64).sqrt().to(torch.float32)
-
-
-def _merged(hi: Tensor, low: Tensor) -> Tensor:
-    out = torch.empty_like(hi, dtype=torch.float32)
-    merge_reference(hi, low, out)
-    return out
-
-
-def _cast(source: Tensor, out: Tensor) -> None:
-    if out.dtype == torch.bfloat16:
-        round_reference(source, out)
-    else:
-        out.copy_(source)
-
-
-def _check(b: Buffers) -> None:
-    fp32 = (torch.float32,)
-    check_buffer("master", b.master, fp32 if b.low is None else (torch.bfloat16,))
-    check_buffer("grad", b.grad, FLOATS, b.master)
-    check_buffer("exp_avg", b.exp_avg, fp32, b.master)
-    check_buffer("exp_avg_sq", b.exp_avg_sq, fp32, b.master)
-    if b.low is not None:
-        check_buffer("low", b.low, (torch.int16,), b.master)
-    if b.out is not None:
-        check_buffer("out", b.out, HALVES, b.master)

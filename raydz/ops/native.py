@@ -53,6 +53,17 @@ def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
     return load() if tensor.device.type == "cpu" else None
 
 
+@functools.cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled for the GPU; warns the first time where not, the references then run."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    log.get(__name__).warning(
+        "triton is not installed: optimizer steps on the GPU use torch, with the same results but several times slower"
+    )
+    return False
+
+
 def describe() -> dict[str, str | None]:
     """Which kernels run on the CPU: `isa` (`torch` for the references), `version` and `path` of the module."""
     module = load()

@@ -5,12 +5,16 @@ Above: `raydz.dist` (rank-ordered reduce), `raydz.optim` (global norm). Below: `
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from raydz.errors import LayoutError
 from raydz.ops.buffers import FLOATS, check_buffer
-from raydz.ops.native import kernels_for
+from raydz.ops.native import has_triton, kernels_for
 
 _BLOCK = 4096  # as kReductionBlock in native/kernels.hpp: changing it changes results
 _LANES = 16
@@ -29,10 +33,19 @@ def sum_squares(values: Tensor, *, threads: int = 1) -> float:
     Raises:
         LayoutError: another dtype, or not contiguous.
     """
-    check_buffer("values", values, FLOATS)
-    if kernels := kernels_for(values):
-        return kernels.sum_squares(values.detach(), threads)
-    return sum_squares_reference(values)
+    return sum_squares_of_all([values], threads=threads)[0]
+
+
+@torch.no_grad()
+def sum_squares_of_all(tensors: Sequence[Tensor], *, threads: int = 1) -> list[float]:
+    """`sum_squares` of each. Blocking: waits for the device once."""
+    for values in tensors:
+        check_buffer("values", values, FLOATS)
+    if not tensors:
+        return []
+    if kernels := kernels_for(tensors[0]):
+        return [kernels.sum_squares(values.detach(), threads) for values in tensors]
+    return sum_squares_reference(tensors)
 
 
 @torch.no_grad()
@@ -56,15 +69,16 @@ def sum_rows(rows: Tensor, out: Tensor, *, accumulate: bool = False, threads: in
     return out
 
 
-def sum_squares_reference(values: Tensor) -> float:
-    """`sum_squares` in torch: the same lanes, all blocks side by side."""
-    flat = values.view(-1)
-    total = 0.0
-    for start in range(0, flat.numel(), _GROUP_NUMEL):
-        # Not sum(): Python compensates float sums since 3.12.
-        for block_sum in _block_sums(flat[start : start + _GROUP_NUMEL]).tolist():
-            total += block_sum
-    return total
+def sum_squares_reference(tensors: Sequence[Tensor]) -> list[float]:
+    """`sum_squares_of_all` in torch (and Triton): the same lanes, all blocks side by side."""
+    parts = [_block_sums(values.detach().view(-1)) for values in tensors]
+    everything = torch.cat(parts).cpu().numpy()
+    ends = np.cumsum([0, *(part.numel() for part in parts)])
+    # cumsum adds one after the other, which neither numpy's sum nor (since 3.12) Python's does.
+    return [
+        float(np.cumsum(everything[start:stop])[-1]) if stop > start else 0.0
+        for start, stop in itertools.pairwise(ends)
+    ]
 
 
 def sum_rows_reference(rows: Tensor, out: Tensor, accumulate: bool) -> None:
@@ -77,7 +91,17 @@ def sum_rows_reference(rows: Tensor, out: Tensor, accumulate: bool) -> None:
 
 
 def _block_sums(flat: Tensor) -> Tensor:
-    """One fp64 sum a block; zeros that fill the last block change no sum, since no lane is ever -0."""
+    """One fp64 sum a block."""
+    if flat.is_cuda and has_triton():
+        from raydz.ops.reduction_triton import lane_sums_cuda
+
+        return _folded(lane_sums_cuda(flat, _BLOCK, _LANES))
+    pieces = [_lane_sums(flat[at : at + _GROUP_NUMEL]) for at in range(0, flat.numel(), _GROUP_NUMEL)]
+    return _folded(torch.cat(pieces) if pieces else flat.new_zeros(0, _LANES, dtype=torch.float64))
+
+
+def _lane_sums(flat: Tensor) -> Tensor:
+    """(blocks, 16); zeros that fill the last block change no sum, since no lane is ever -0."""
     num_blocks = -(-flat.numel() // _BLOCK)
     padded = torch.zeros(num_blocks * _BLOCK, dtype=torch.float64, device=flat.device)
     padded[: flat.numel()].copy_(flat)
@@ -85,6 +109,10 @@ def _block_sums(flat: Tensor) -> Tensor:
     lanes = torch.zeros(num_blocks, _LANES, dtype=torch.float64, device=flat.device)
     for group in squares.unbind(1):
         lanes = lanes + group
+    return lanes
+
+
+def _folded(lanes: Tensor) -> Tensor:
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]

@@ -23,16 +23,16 @@ def build_optimizer(name: str, *, threads: int | None = None, **params: Any) -> 
     Raises:
         ConfigError: the name is not known.
     """
-    lower = name.lower()
+    lower, threads = name.lower(), threads or torch.get_num_threads()
     if lower in ("adam", "adamw"):
         decoupled = lower == "adamw" or params.pop("adam_w_mode", True)
         params.pop("adam_w_mode", None)
         return _adamw(params, decoupled=decoupled, threads=threads)
     if lower == "sgd":
-        return SGD(**params)
+        return SGD(threads=threads, **params)
     if lower == "lion":
         beta1, beta2 = params.pop("betas", (0.9, 0.99))
-        return Lion(beta1=beta1, beta2=beta2, **params)
+        return Lion(beta1=beta1, beta2=beta2, threads=threads, **params)
     if lower == "muon":
         return _muon(params, threads)
     for known in ELEMENTWISE:
@@ -42,14 +42,12 @@ def build_optimizer(name: str, *, threads: int | None = None, **params: Any) -> 
     raise ConfigError("unknown optimizer", where="optimizer.type", got=name, wanted=wanted)
 
 
-def _adamw(params: dict[str, Any], *, decoupled: bool, threads: int | None) -> AdamW:
+def _adamw(params: dict[str, Any], *, decoupled: bool, threads: int) -> AdamW:
     beta1, beta2 = params.pop("betas", (0.9, 0.999))
-    return AdamW(
-        beta1=beta1, beta2=beta2, decoupled=decoupled, threads=threads or torch.get_num_threads(), **params
-    )  # fmt: skip
+    return AdamW(beta1=beta1, beta2=beta2, decoupled=decoupled, threads=threads, **params)
 
 
-def _muon(params: dict[str, Any], threads: int | None) -> Muon:
+def _muon(params: dict[str, Any], threads: int) -> Muon:
     defaults = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True, "ns_method": "gram", "ns_steps": 5}
     params = {**defaults, **params}
     moments = {"betas": params.pop("betas", (0.9, 0.95)), "eps": params.pop("eps", 1e-10)}

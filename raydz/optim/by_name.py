@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from raydz.optim.elementwise import masters
+from raydz.optim.optimizer import Update
 from raydz.optim.weights import WeightShard
 
 ELEMENTWISE: dict[str, tuple[str, ...]] = {
@@ -39,6 +40,7 @@ class TorchOptimizer:
     lr: float
     weight_decay: float
     options: Mapping[str, Any]
+    takes_noise = False
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -47,24 +49,14 @@ class TorchOptimizer:
             names += ("momentum_buffer",)
         return (*names, "grad_avg") if self.options.get("centered") else names
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
         parameter = nn.Parameter(torch.empty(0, device=grad.device))
         kind = getattr(torch.optim, self.name)
-        optimizer = kind([parameter], lr=lr, weight_decay=weight_decay, foreach=False, **self.options)
-        for part, master, g in masters(weights, grad, grad_scale):
+        optimizer = kind([parameter], lr=now.lr, weight_decay=now.weight_decay, foreach=False, **self.options)
+        for part, master, g in masters(weights, grad, now.grad_scale):
             parameter.data, parameter.grad = master, g
             views = {name: state[name][part] for name in self.state_names}
-            optimizer.state[parameter] = {"step": torch.tensor(float(step - 1)), **views, **self._scalars(step)}
+            optimizer.state[parameter] = {"step": torch.tensor(float(now.step - 1)), **views, **self._scalars(now.step)}
             optimizer.step()
 
     def _scalars(self, step: int) -> dict[str, Tensor]:

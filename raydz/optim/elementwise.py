@@ -1,4 +1,4 @@
-"""SGD and Lion over flat shards. Neighbours: `build.py` makes them, `ops/flat.py` has the arithmetic."""
+"""SGD and Lion over flat shards. Neighbours: `build.py` makes them, `ops/elementwise.py` runs them in one pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from raydz.ops.flat import lion_step, sgd_step
+from raydz.ops.elementwise import lion_update, sgd_update
+from raydz.optim.optimizer import Update
 from raydz.optim.weights import WeightShard
 
 _PIECE_NUMEL = 1 << 16  # temporaries of a piece stay in the cache; an accelerator takes the shard as one
@@ -35,28 +36,19 @@ class SGD:
     dampening: float = 0.0
     nesterov: bool = False
     weight_decay: float = 0.0
+    threads: int = 1
+    takes_noise = True
 
     @property
     def state_names(self) -> tuple[str, ...]:
         return ("momentum_buffer",) if self.momentum else ()
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
-        buffer = state.get("momentum_buffer")
-        for part, master, g in masters(weights, grad, grad_scale):
-            sgd_step(
-                master, g, None if buffer is None else buffer[part], lr=lr, weight_decay=weight_decay,
-                momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov, is_first=step == 1,
-            )  # fmt: skip
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
+        sgd_update(
+            weights.operands(grad, *(state[name] for name in self.state_names)), lr=now.lr,
+            weight_decay=now.weight_decay, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
+            is_first=now.step == 1, grad_scale=now.grad_scale, noise=now.noise, threads=self.threads,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,20 +59,12 @@ class Lion:
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
+    threads: int = 1
     state_names = ("exp_avg",)
+    takes_noise = True
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
-        for part, master, g in masters(weights, grad, grad_scale):
-            lion_step(
-                master, g, state["exp_avg"][part], lr=lr, beta1=self.beta1, beta2=self.beta2, weight_decay=weight_decay
-            )
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
+        lion_update(
+            weights.operands(grad, state["exp_avg"]), lr=now.lr, beta1=self.beta1, beta2=self.beta2,
+            weight_decay=now.weight_decay, grad_scale=now.grad_scale, noise=now.noise, threads=self.threads,
+        )  # fmt: skip

@@ -60,7 +60,8 @@ class LossScale:
         grown = replace(self, good_steps=self.good_steps + 1, stuck_steps=0)
         if self.rule.is_static:
             return grown
-        doubles = grown.good_steps % self.rule.window == 0
+        # As DeepSpeed 0.19 counts: `window` good steps must lie between this one and the last overflow.
+        doubles = self.good_steps > 0 and self.good_steps % self.rule.window == 0
         if doubles or self.rule.refills_each_step:
             grown = replace(grown, overflows_left=self.rule.hysteresis)
         return replace(grown, scale=grown.scale * _FACTOR) if doubles else grown

@@ -1,4 +1,4 @@
-"""Muon for matrices, AdamW for the rest: the arithmetic; `zero/muon.py` brings each matrix together on its owner."""
+"""Muon for matrices, AdamW for the rest: the arithmetic. Neighbours: `zero/matrices.py` brings matrices together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from raydz.ops.flat import decayed_step
 from raydz.ops.orthogonal import orthogonalise
 from raydz.optim.elementwise import masters
-from raydz.optim.optimizer import AdamW
+from raydz.optim.optimizer import AdamW, Update
 from raydz.optim.weights import WeightShard
 
 
@@ -37,6 +37,7 @@ class Muon:
     muon_lr: float | None = None
     adam_lr: float | None = None
     matrix_state_names = ("momentum_buffer",)
+    takes_noise = True
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -47,21 +48,9 @@ class Muon:
         """Dtype in which directions and updates travel: no rounding that the iteration itself does not make."""
         return torch.bfloat16 if self.ns_method == "standard" else torch.float32
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
         """The update of what is no matrix."""
-        self.rest.update(
-            weights, grad, state, step=step, lr=lr, weight_decay=weight_decay, grad_scale=grad_scale
-        )  # fmt: skip
+        self.rest.update(weights, grad, state, now)
 
     @torch.no_grad()
     def direction(self, grad: Tensor, state: dict[str, Tensor], *, grad_scale: float) -> Tensor:
@@ -82,10 +71,8 @@ class Muon:
         """The update of a whole matrix, of its shape, in `wire_dtype`."""
         return orthogonalise(matrix, method=self.ns_method, steps=self.ns_steps)
 
-    def apply(
-        self, weights: WeightShard, update: Tensor, shape: tuple[int, ...], *, lr: float, weight_decay: float
-    ) -> None:
-        """Change part of a matrix of `shape` by its part of the update. Shape: update (n,)."""
+    def apply(self, weights: WeightShard, change: Tensor, shape: tuple[int, ...], now: Update) -> None:
+        """Change part of a matrix of `shape` by its part. Shape: change (n,)."""
         tallness = math.sqrt(max(1.0, shape[0] / shape[1]))
-        for _, master, direction in masters(weights, update, 1.0):
-            decayed_step(master, direction, lr=lr * tallness, decay=1.0 - lr * weight_decay)
+        for _, master, direction in masters(weights, change, 1.0):
+            decayed_step(master, direction, lr=now.lr * tallness, decay=1.0 - now.lr * now.weight_decay)

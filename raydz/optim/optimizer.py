@@ -11,7 +11,25 @@ from typing import Protocol
 from torch import Tensor
 
 from raydz.ops.adamw import adamw_step
+from raydz.ops.stochastic import Noise
 from raydz.optim.weights import WeightShard
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one step does to elements with the same settings.
+
+    Args:
+        step: number of the step, from 1.
+        grad_scale: multiplied into the gradient first: clipping, loss scale.
+        noise: what rounds bf16 weights and states, only for an optimizer that takes it.
+    """
+
+    step: int
+    lr: float
+    weight_decay: float = 0.0
+    grad_scale: float = 1.0
+    noise: Noise | None = None
 
 
 class Optimizer(Protocol):
@@ -26,21 +44,14 @@ class Optimizer(Protocol):
     @property
     def weight_decay(self) -> float: ...
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
+    @property
+    def takes_noise(self) -> bool:
+        """Whether `update` can round bf16 weights and states itself, see `Widening.update`."""
+
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
         """Advance `weights` and `state` in place by one step.
 
-        Shape: all (n,). Dtype: grad fp32, bf16 or fp16; state fp32.
-        Units: step counts from 1; grad is multiplied by `grad_scale` first.
+        Shape: all (n,). Dtype: grad fp32, bf16 or fp16; state fp32, with `now.noise` bf16, too.
         """
 
 
@@ -60,23 +71,13 @@ class AdamW:
     bias_correction: bool = True
     threads: int = 1
     state_names = ("exp_avg", "exp_avg_sq")
+    takes_noise = True
 
-    def update(
-        self,
-        weights: WeightShard,
-        grad: Tensor,
-        state: dict[str, Tensor],
-        *,
-        step: int,
-        lr: float,
-        weight_decay: float,
-        grad_scale: float,
-    ) -> None:
-        master, out = weights.compute, None
-        if weights.separate is not None:
-            master, out = weights.separate, weights.compute
+    def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
+        parts = weights.operands(grad)
         adamw_step(
-            master, grad, state["exp_avg"], state["exp_avg_sq"], low=weights.low, out=out, lr=lr, beta1=self.beta1,
-            beta2=self.beta2, eps=self.eps, weight_decay=weight_decay, step=step, grad_scale=grad_scale,
-            decoupled=self.decoupled, bias_correction=self.bias_correction, threads=self.threads,
+            parts.master, grad, state["exp_avg"], state["exp_avg_sq"], low=parts.low, out=parts.out, lr=now.lr,
+            beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=now.weight_decay, step=now.step,
+            grad_scale=now.grad_scale, decoupled=self.decoupled, bias_correction=self.bias_correction,
+            noise=now.noise, threads=self.threads,
         )  # fmt: skip

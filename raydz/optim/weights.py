@@ -1,4 +1,4 @@
-"""The fp32 master weights of one shard: the weights themselves, split into two halves, or a copy beside 16-bit weights.
+"""The fp32 master weights of one shard: the weights themselves, split into two halves, or a copy beside them.
 
 Neighbours: `zero/group.py` owns one per flat group; `optimizer.py` updates slices of it; `ops/rounding.py` has the
 arithmetic of the split. See "Split master" in README.md.
@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from raydz.ops.operands import Operands
 from raydz.ops.rounding import merge_master, round_bf16, split_master
 
 
 @dataclass
 class WeightShard:
-    """Flat weights of one shard, exact in fp32 where they are trained.
+    """Flat weights of one shard, exact in fp32 where they are trained (or in bf16, where that is asked for).
 
     Args:
         compute: (n,) what the forward reads: fp32 (then it is the master), bf16, fp16, or of any dtype if frozen.
@@ -31,9 +32,13 @@ class WeightShard:
     separate: Tensor | None = None
 
     @classmethod
-    def around(cls, compute: Tensor) -> WeightShard:
-        """Wrap a shard of weights, with a zeroed rest or master where the dtype needs one."""
-        if compute.dtype == torch.float32:
+    def around(cls, compute: Tensor, *, keeps_rest: bool = True) -> WeightShard:
+        """Wrap a shard of weights, with a zeroed rest or master where the dtype needs one.
+
+        Args:
+            keeps_rest: without it bf16 weights are their own masters, see "bf16 states" in README.md.
+        """
+        if compute.dtype == torch.float32 or (compute.dtype == torch.bfloat16 and not keeps_rest):
             return cls(compute)
         if compute.dtype == torch.float16:
             return cls(compute, separate=torch.zeros(compute.numel(), dtype=torch.float32, device=compute.device))
@@ -45,14 +50,23 @@ class WeightShard:
         separate = None if self.separate is None else self.separate[start:stop]
         return WeightShard(self.compute[start:stop], low, separate)
 
+    def operands(self, grad: Tensor, *states: Tensor) -> Operands:
+        """What a one-pass step reads and writes."""
+        if self.separate is not None:
+            return Operands(self.separate, grad, states, out=self.compute)
+        return Operands(self.compute, grad, states, self.low)
+
     def master(self) -> Tensor:
-        """The exact values, (n,), fp32 where trained: a new tensor under a split master, live memory else."""
+        """The exact values, (n,): a new tensor under a split master, live memory else.
+
+        Dtype: fp32 where trained, or bf16 where that is the master.
+        """
         if self.separate is not None:
             return self.separate
         return self.compute if self.low is None else merge_master(self.compute, self.low)
 
     def store(self, values: Tensor) -> None:
-        """Set the exact values, (n,) on any device; fp32, or already of the compute dtype if frozen."""
+        """Set the exact values, (n,) on any device; fp32, or already of the compute dtype."""
         values = values.to(self.compute.device)
         if self.separate is not None:
             self.separate.copy_(values)

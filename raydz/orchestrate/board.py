@@ -1,17 +1,66 @@
-"""Where workers leave what the driver must know: the run's result, and the first typed error.
+"""Where workers leave what the driver must know: how far they are, the run's result, and the first typed error.
 
-Neighbours: `worker.py` posts, `fit.py` reads. An actor, because Ray Train wraps exceptions in text and returns only
-metrics.
+Neighbours: `worker.py` posts, `fit.py` and `watchdog.py` read. An actor, because Ray Train wraps exceptions in text,
+returns only metrics, and takes them once every two seconds.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
 
 from raydz.errors import RaydzError
 from raydz.train import Result
+
+_STEP_TIMES = 32
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a rank said of itself.
+
+    Args:
+        step: the last one that it ended.
+        calls: collectives it has launched since its start.
+        waits_for: the collective it waits in; None: it computes.
+    """
+
+    rank: int
+    pid: int
+    node_id: str
+    step: int
+    calls: int
+    waits_for: str | None
+
+
+@dataclass
+class Standing:
+    """An attempt as the board knows it. Times are `time.time()` of the board's host.
+
+    Attributes:
+        created_at: when the board was.
+        chose: step of the checkpoint that is to be loaded; 0: there is none.
+        began: the same, once it is loaded.
+        step: the last one that rank 0 ended.
+        beats: by rank, the newest, and when it came.
+        moved_at: when a rank last ended a step or launched a collective.
+        step_times_s: of the last steps.
+    """
+
+    created_at: float = field(default_factory=time.time)
+    chose: int | None = None
+    began: int | None = None
+    began_at: float | None = None
+    step: int | None = None
+    step_at: float | None = None
+    first_step_at: float | None = None
+    moved_at: float | None = None
+    beats: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
 
 
 class Board:
@@ -20,6 +69,8 @@ class Board:
     def __init__(self) -> None:
         self._result: Result | None = None
         self._failure: RaydzError | None = None
+        self._stop_reason: str | None = None
+        self._standing = Standing()
 
     def post_result(self, result: Result) -> None:
         """Rank 0 is done."""
@@ -28,6 +79,42 @@ class Board:
     def post_failure(self, error: RaydzError) -> None:
         """A rank met a typed error; the first one counts."""
         self._failure = self._failure or error
+
+    def post_chose(self, step: int) -> None:
+        """The run's newest checkpoint is of this step."""
+        self._standing.chose = step
+
+    def post_began(self, step: int) -> None:
+        """The checkpoint of this step is loaded, on rank 0."""
+        now = time.time()
+        self._standing.began, self._standing.began_at, self._standing.moved_at = step, now, now
+
+    def post_step(self, step: int) -> None:
+        """Rank 0 ended a step."""
+        now, standing = time.time(), self._standing
+        if standing.step_at is not None:
+            standing.step_times_s.append(now - standing.step_at)
+        standing.first_step_at = standing.first_step_at or now
+        standing.step, standing.step_at, standing.moved_at = step, now, now
+
+    def post_beat(self, beat: Beat) -> None:
+        """A rank lives; whether it also moved shows beside its last beat."""
+        now, last = time.time(), self._standing.beats.get(beat.rank)
+        if last is not None and (last[0].step, last[0].calls) != (beat.step, beat.calls):
+            self._standing.moved_at = now
+        self._standing.beats[beat.rank] = (beat, now)
+
+    def standing(self) -> tuple[Standing, float]:
+        """The attempt, and the board's time."""
+        return self._standing, time.time()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """The driver was told to end; rank 0 looks here."""
+        self._stop_reason = reason
+
+    def stop_reason(self) -> str | None:
+        """Why the run is to stop, if it is."""
+        return self._stop_reason
 
     def failure(self) -> RaydzError | None:
         """The failure, if there was one."""

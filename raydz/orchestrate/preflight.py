@@ -32,7 +32,7 @@ def run_preflight(config: Config, resources: dict[str, float]) -> None:
 @ray.remote(max_retries=1)
 def _check(config: Config, driver_version: str) -> RaydzError | None:
     """The first thing that is wrong, returned rather than raised, so that it arrives as it is."""
-    log.setup(0)
+    log.setup(0, as_json=config.tracking.log_json)
     if driver_version != __version__:
         return PlacementError(
             "the cluster has another raydz than the driver",

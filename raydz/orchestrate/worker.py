@@ -6,6 +6,7 @@ Neighbours: `fit.py` hands this to Ray Train, which has set up the process group
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,13 @@ from raydz.config import Config
 from raydz.dist import init_world
 from raydz.dist.monitor import print_and_exit, set_end
 from raydz.errors import RaydzError, TrainingError
+from raydz.orchestrate.beats import Beats
+from raydz.orchestrate.gauges import Gauges
+from raydz.orchestrate.stop import StopWatch
 from raydz.train import run_training
+from raydz.train.attempt import Attempt
 from raydz.train.build import LossFunction, ModelFunction
+from raydz.train.recovery import Interruption
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,10 @@ class WorkerTask:
     model: ModelFunction | None
     loss: LossFunction | None
     board: Any
+    number: int = 0
+    skips: frozenset[int] = frozenset()
+    before_step: int | None = None
+    interruption: Interruption | None = None
 
 
 def _tell_and_exit(task: WorkerTask, error: TrainingError) -> None:
@@ -37,16 +47,40 @@ def _tell_and_exit(task: WorkerTask, error: TrainingError) -> None:
     print_and_exit(error)
 
 
+def _attempt(task: WorkerTask, beats: Beats, stop: StopWatch, entered_at: float, *, tells: bool) -> Attempt:
+    """What the loop is told of this attempt; rank 0 tells the board how far it is, without waiting."""
+
+    def chose(step: int) -> None:
+        if tells:
+            task.board.post_chose.remote(step)
+
+    def began(step: int) -> None:
+        if tells:
+            task.board.post_began.remote(step)
+
+    def ended_step(step: int) -> None:
+        beats.step = step
+        if tells:
+            task.board.post_step.remote(step)
+
+    return Attempt(
+        task.number, task.skips, task.before_step, chose, began, ended_step, stop,
+        **({"measured": Gauges(str(task.config.run.name))} if tells else {}),
+        interruption=task.interruption, entered_at=entered_at,
+    )  # fmt: skip
+
+
 def train_worker(settings: dict[str, Any]) -> None:
     """Train on this rank; Ray Train calls it once a worker and again in new processes after a restart.
 
     Whatever is raised ends the group: Ray Train sees it at its next poll and kills the other workers, which may wait
     for this one in a collective. A typed error goes to the board first, so that the driver knows it as it was.
     """
+    entered_at = time.time()
     task: WorkerTask = settings["task"]
     rank = ray.train.get_context().get_world_rank()
-    log.setup(rank)
     config = task.config
+    log.setup(rank, as_json=config.tracking.log_json)
     set_end(lambda error: _tell_and_exit(task, error))
     threads = config.train.threads
     try:
@@ -55,7 +89,9 @@ def train_worker(settings: dict[str, Any]) -> None:
             timeout_s=config.parallel.collective_timeout_s,
             threads=max(1, int(config.scaling.cpus_per_worker)) if threads == "auto" else threads,
         )
-        result = run_training(config, world, model=task.model, loss=task.loss)
+        with Beats(task.board, rank, world.world_size) as beats, StopWatch(task.board, looks=rank == 0) as stop:
+            attempt = _attempt(task, beats, stop, entered_at, tells=rank == 0)
+            result = run_training(config, world, model=task.model, loss=task.loss, attempt=attempt)
         if rank == 0:
             ray.get(task.board.post_result.remote(result))
     except RaydzError as error:

@@ -14,7 +14,7 @@ from raydz.config import BatchSize
 from raydz.config.engine import EngineSections, Recomputation
 from raydz.errors import ConfigError
 from raydz.plan.activations import Workload, activation_bytes, loss_bytes
-from raydz.plan.groups import GroupShape, cut_groups, engine_sizes
+from raydz.plan.groups import GroupShape, cut_groups, engine_sizes, kept_units
 from raydz.plan.memory import ElementBytes, Memory, Sharding, bucket_bytes, gathered_bytes, state_bytes
 from raydz.plan.shapes import UnitShape
 from raydz.plan.traffic import Traffic, step_traffic
@@ -59,6 +59,7 @@ class Plan:
             **memory,
             **totals,
             "sent_per_step_bytes": self.traffic.total,
+            "sent_to_near_ranks_bytes": self.traffic.near,
         }
 
 
@@ -111,8 +112,9 @@ class Planner:
             logits=0 if work is None else loss_bytes(work, each.compute),
         )
         traffic = step_traffic(
-            self.units, groups, sharding, each, accumulation=batch.accumulation, replicas=ranks // sharding.ranks
-        )
+            self.units, groups, sharding, each, kept=kept_units(self.units, groups, sizes),
+            accumulation=batch.accumulation, replicas=ranks // sharding.ranks,
+        )  # fmt: skip
         return Plan(
             stage=stage,
             ranks=ranks,
@@ -127,18 +129,31 @@ class Planner:
         )
 
     def _sharding(self, stage: int, ranks: int, batch: BatchSize) -> Sharding:
-        parallel, shared = self.config.parallel, self.config.shard_size or ranks
+        parallel, zero, shared = self.config.parallel, self.config.zero_optimization, self.config.shard_size or ranks
         if ranks % shared:
             raise ConfigError(
                 "the shard group size does not divide the ranks", where="parallel.shard_size", got=shared,
                 wanted=f"a divisor of {ranks}",
+            )  # fmt: skip
+        near = zero.zero_hpz_partition_size
+        if stage == 3 and shared % max(1, near):
+            raise ConfigError(
+                "groups of near ranks do not divide the ranks that share a shard",
+                where="zero_optimization.zero_hpz_partition_size", got=near, wanted=f"a divisor of {shared}",
             )  # fmt: skip
         return Sharding(
             stage=stage,
             ranks=shared,
             sums_micro_batches=batch.accumulation > 1,
             at_boundary=parallel.gradient_reduction == "boundary",
+            sum_bytes=_BYTES[self.config.accumulation_dtype],
+            by_all_reduce=not zero.reduce_scatter,
+            overlaps=zero.overlap_comm is not False,
             is_ordered=parallel.ordered_collectives is True or self.device == "cpu",
+            near=near if stage == 3 and 1 < near < shared else None,
+            int8_weights=zero.zero_quantized_weights and stage == 3,
+            int8_frozen=zero.zero_quantized_nontrainable_weights and stage == 3,
+            int8_gradients=zero.zero_quantized_gradients and stage == 3,
         )
 
     def _workload(self, batch: BatchSize, recomputes: Recomputation | None) -> Workload | None:
@@ -153,11 +168,12 @@ def element_bytes(config: EngineSections, keeps_average: bool = False) -> Elemen
     states = _STATES[config.optimizer.type]
     if config.optimizer.type in ("SGD", "RMSprop"):
         states += sum(1 for key in ("momentum", "centered") if getattr(params, key, 0))
+    state = 2 if config.bf16.bf16_optimizer_states else 4
     return ElementBytes(
         compute=_BYTES[compute],
-        masters={"fp32": 0, "bf16": 2, "fp16": 4}[compute],
-        moments=4 * states,
-        matrix_moments=4 if config.optimizer.type == "Muon" else None,
+        masters={"fp32": 0, "bf16": 0 if config.bf16.bf16_master_weights_and_grads else 2, "fp16": 4}[compute],
+        moments=state * states,
+        matrix_moments=state if config.optimizer.type == "Muon" else None,
         average=4 if keeps_average else 0,
         wire=None if wire is None else _BYTES[wire],
     )

@@ -13,6 +13,7 @@ from raydz.config import ZeroConfig
 from raydz.plan.shapes import ParameterShape, UnitShape
 
 _ALIGNMENT = 16
+_INT8_BLOCK = 256
 _LARGEST_BUCKET = 500_000_000
 _LARGEST_PREFETCH = 50_000_000
 _LARGEST_PERSISTENT = 100_000
@@ -25,7 +26,9 @@ class EngineSizes:
     bucket_numel: int
     prefetch_numel: int
     persistence_numel: int
+    max_persistent_numel: int
     max_live_numel: int
+    reuse_numel: int
 
 
 @dataclass(frozen=True)
@@ -59,21 +62,25 @@ def engine_sizes(zero: ZeroConfig, units: Sequence[UnitShape]) -> EngineSizes:
     largest = max([1, *numels[1:]] if len(numels) > 1 else [1, *numels])
     given = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
     prefetch, persistence = zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold
+    prefetch = 0 if zero.overlap_comm is False else prefetch
     return EngineSizes(
         bucket_numel=min(given) if given else _LARGEST_BUCKET,
         prefetch_numel=min(_LARGEST_PREFETCH, largest) if prefetch is None else prefetch,
         persistence_numel=min(_LARGEST_PERSISTENT, largest // 64) if persistence is None else persistence,
+        max_persistent_numel=zero.stage3_model_persistence_threshold,
         max_live_numel=zero.stage3_max_live_parameters,
+        reuse_numel=zero.stage3_max_reuse_distance or 0,
     )
 
 
 def cut_groups(units: Sequence[UnitShape], sizes: EngineSizes, *, stage: int, ranks: int) -> list[GroupShape]:
     """The flat groups of all units, in the engine's order, each shared by `ranks` ranks."""
-    groups = []
+    groups, left = [], sizes.max_persistent_numel if stage == 3 else -1
     for index, unit in enumerate(units):
         kinds: dict[tuple[bool, bool, int | None], list[ParameterShape]] = {}
         for parameter in unit.parameters:
-            persistent = stage == 3 and parameter.numel < sizes.persistence_numel
+            persistent = parameter.numel < sizes.persistence_numel and parameter.numel <= left
+            left -= parameter.numel if persistent else 0
             kinds.setdefault((not parameter.trainable, persistent, parameter.compute_bytes), []).append(parameter)
         for frozen, persistent, compute_bytes in sorted(kinds, key=lambda kind: kind[:2]):
             for run in _runs(kinds[frozen, persistent, compute_bytes], sizes.bucket_numel):
@@ -86,10 +93,29 @@ def cut_groups(units: Sequence[UnitShape], sizes: EngineSizes, *, stage: int, ra
     return groups
 
 
+def kept_units(units: Sequence[UnitShape], groups: Sequence[GroupShape], sizes: EngineSizes) -> set[int]:
+    """Units beside the root that stay gathered from forward to backward; groups as at stage 3."""
+    numels = [sum(group.padded_numel for group in groups if group.unit == index) for index in range(len(units))]
+    room = sum(group.padded_numel - group.shard_numel for group in groups if not group.persistent)
+    kept, distance = set(), 0
+    for index in reversed(range(1, len(units))):
+        fits = numels[0] + numels[index] + distance // 2 <= min(room, sizes.max_live_numel)
+        if not units[index].is_lookup and (distance == 0 or (distance <= sizes.reuse_numel and fits)):
+            kept.add(index)
+        distance += numels[index] * (1 if units[index].is_lookup else 2)
+    return kept
+
+
 def padded_numel(numels: Sequence[int], ranks: int) -> int:
     """Elements of a flat group: each parameter aligned, the end a multiple for every rank."""
     end = sum(-(-numel // _ALIGNMENT) * _ALIGNMENT for numel in numels)
     return -(-end // (_ALIGNMENT * ranks)) * _ALIGNMENT * ranks
+
+
+def packed_bytes(numel: int) -> int:
+    """Bytes of so many elements as int8 blocks: codes, then an fp32 scale a block, each aligned."""
+    codes, scales = -(-numel // 16) * 16, 4 * -(-numel // _INT8_BLOCK)
+    return -(-(codes + scales) // 16) * 16
 
 
 def _runs(members: Sequence[ParameterShape], limit: int) -> Iterator[list[ParameterShape]]:

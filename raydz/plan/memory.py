@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from raydz.plan.groups import EngineSizes, GroupShape
+from raydz.plan.groups import EngineSizes, GroupShape, kept_units, packed_bytes
 from raydz.plan.shapes import UnitShape
 
 _IN_FLIGHT = 3  # two reductions, and a third that was just launched
@@ -36,6 +36,11 @@ class ElementBytes:
     average: int = 0
     wire: int | None = None
 
+    @property
+    def summed(self) -> int:
+        """Of a sum over ranks that stays a shard: fp32, but for bf16 weights that are their own masters."""
+        return 2 if self.compute == 2 and not self.masters else 4
+
     def of(self, group: GroupShape) -> ElementBytes:
         """Those of a group that may have a dtype of its own."""
         if group.compute_bytes in (None, self.compute):
@@ -52,14 +57,27 @@ class Sharding:
         ranks: of a shard group.
         sums_micro_batches: more than one micro-batch a step.
         at_boundary: gradients are kept whole and reduced once a step.
+        sum_bytes: of an element where micro-batches add up.
+        by_all_reduce: every rank receives whole sums of gradients.
+        overlaps: reductions are under way while the next gradients are made.
         is_ordered: sums in rank order, by all-to-all (gloo).
+        near: ranks that keep a second copy of released weights among themselves; None: nobody does.
+        int8_weights, int8_frozen, int8_gradients: what travels as int8 blocks at stage 3, the first two being all
+            weights, and frozen ones.
     """
 
     stage: int
     ranks: int
     sums_micro_batches: bool
     at_boundary: bool = False
+    sum_bytes: int = 4
+    by_all_reduce: bool = False
+    overlaps: bool = True
     is_ordered: bool = True
+    near: int | None = None
+    int8_weights: bool = False
+    int8_frozen: bool = False
+    int8_gradients: bool = False
 
     @property
     def keeps_gradients(self) -> bool:
@@ -80,9 +98,33 @@ class Sharding:
             return group.padded_numel if self.keeps_weights(group) else group.shard_numel
         return group.shard_numel if self.stage else group.padded_numel
 
+    def weights_sent(self, group: GroupShape, each: ElementBytes) -> int:
+        """Bytes of all ranks' weights as a gather moves them."""
+        if self.packs_weights(group, each):
+            return packed_bytes(group.shard_numel) * self.ranks
+        return group.padded_numel * each.of(group).compute
+
+    def packs_weights(self, group: GroupShape, each: ElementBytes) -> bool:
+        """Whether they travel as int8."""
+        return self._may_round(group, each) and (self.int8_weights or (self.int8_frozen and not group.trainable))
+
+    def packs_gradients(self, group: GroupShape, each: ElementBytes) -> bool:
+        """Whether they travel as int8."""
+        return self._may_round(group, each) and self.int8_gradients
+
+    def _may_round(self, group: GroupShape, each: ElementBytes) -> bool:
+        size = each.of(group).compute
+        return not self.keeps_weights(group) and (size == 2 or size == 4 == each.compute)
+
+    def gradients_sent(self, group: GroupShape, each: ElementBytes) -> int:
+        """Bytes of a group's gradients as a reduction moves them."""
+        if self.packs_gradients(group, each):
+            return packed_bytes(group.shard_numel) * self.ranks
+        return group.padded_numel * (each.wire or self.gradient_bytes(each.of(group)))
+
     def gradient_bytes(self, each: ElementBytes) -> int:
         """Bytes an element of a whole gradient buffer."""
-        return 4 if self.sums_micro_batches and self.keeps_gradients else each.compute
+        return self.sum_bytes if self.sums_micro_batches and self.keeps_gradients else each.compute
 
 
 @dataclass(frozen=True)
@@ -90,7 +132,8 @@ class Memory:
     """Bytes of one rank. The first five are its model states between backward and step; the others come and go.
 
     Args:
-        weights: what forward reads: whole, or this rank's shard (and persistent parameters).
+        weights: what forward reads: whole, or this rank's shard (and persistent parameters, and its part of the second
+            copy).
         masters: what the weights lack to fp32.
         moments: optimizer states.
         gradients: whole gradient buffers that stay between micro-batches.
@@ -138,6 +181,8 @@ def state_bytes(groups: Sequence[GroupShape], sharding: Sharding, bytes_of: Elem
         whole_gradient = sharding.gradient_bytes(each)
         kept = group.padded_numel if sharding.keeps_weights(group) else group.shard_numel
         found["weights"] += kept * each.compute
+        if sharding.near and not sharding.keeps_weights(group):
+            found["weights"] += sharding.weights_sent(group, bytes_of) // sharding.near
         if not group.trainable:
             continue
         found["masters"] += owned * each.masters
@@ -152,31 +197,40 @@ def state_bytes(groups: Sequence[GroupShape], sharding: Sharding, bytes_of: Elem
             found["gradients"] += group.padded_numel * whole_gradient
         # Stage 0 gathers the sums where the gradients were, if those are fp32.
         if sharding.stage or whole_gradient < 4:
-            found["sums"] += owned * 4
+            in_shards = sharding.sums_micro_batches and not sharding.keeps_gradients
+            summed = each.summed if sharding.stage else 4
+            found["sums"] += owned * (sharding.sum_bytes if in_shards else summed)
     return found
 
 
 def gathered_bytes(
     units: Sequence[UnitShape], groups: Sequence[GroupShape], sharding: Sharding, sizes: EngineSizes, each: ElementBytes
 ) -> int:
-    """Most bytes of released weights that are gathered at once: root, current unit and those ahead."""
-    numels, released, num_bytes = [0] * len(units), [0] * len(units), [0] * len(units)
+    """Most bytes of released weights that are gathered at once: root, current unit, those ahead and those kept."""
+    numels, released, num_bytes, messages = ([0] * len(units) for _ in range(4))
     for group in groups:
         numels[group.unit] += group.padded_numel
         if not sharding.keeps_weights(group):
             released[group.unit] += group.padded_numel
             num_bytes[group.unit] += group.padded_numel * each.of(group).compute
+        if sharding.packs_weights(group, each):
+            messages[group.unit] += sharding.weights_sent(group, each)
     forward = list(range(1, len(units)))
     backward = [index for index in reversed(forward) if not units[index].is_lookup]
-    peak = num_bytes[0]
+    kept = kept_units(units, groups, sizes)
+    peak = num_bytes[0] + messages[0]
     for order in (forward, backward):
         for position, unit in enumerate(order):
-            live, ahead, held = released[0] + released[unit], 0, num_bytes[0] + num_bytes[unit]
+            waiting = kept.intersection(order[:position] if order is forward else order[position + 1 :])
+            live = released[0] + released[unit] + sum(released[index] for index in waiting)
+            held = num_bytes[0] + num_bytes[unit] + messages[unit] + sum(num_bytes[index] for index in waiting)
+            ahead = 0
             for following in order[position + 1 :]:
-                if ahead >= sizes.prefetch_numel or live + released[following] > sizes.max_live_numel:
+                added = 0 if following in waiting else released[following]
+                if ahead >= sizes.prefetch_numel or live + added > sizes.max_live_numel:
                     break
-                live, ahead = live + released[following], ahead + numels[following]
-                held += num_bytes[following]
+                live, ahead = live + added, ahead + numels[following]
+                held += num_bytes[following] + messages[following] if added else 0
             peak = max(peak, held)
     return peak
 
@@ -187,13 +241,14 @@ def bucket_bytes(
     """Most bytes of gradients that are filled or under way at once, beyond the buffers that stay."""
     handed_over = max((p.numel for unit in units for p in unit.parameters if p.trainable), default=0) * each.compute
     order = [group for group in reversed(groups) if group.trainable]
+    in_flight = _IN_FLIGHT if sharding.overlaps else 1
     if sharding.ranks == 1:
         return handed_over
     if sharding.frees_gradients and sharding.at_boundary:  # whole gradients live until they are reduced
-        return handed_over + _filled(order, sharding, each) + _sent(order[:_IN_FLIGHT], sharding, each)
+        return handed_over + _filled(order, sharding, each) + _sent(order[:in_flight], sharding, each)
     peak = 0
     for i, group in enumerate(order):
-        under_way = order[max(0, i + 1 - _IN_FLIGHT) : i + 1]
+        under_way = order[max(0, i + 1 - in_flight) : i + 1]
         rest = [g for g in order[i + 1 :] if g.unit in (group.unit, 0)]
         filled = _filled([*under_way, *rest], sharding, each) if sharding.frees_gradients else 0
         peak = max(peak, filled + _sent(under_way, sharding, each))
@@ -205,9 +260,12 @@ def _filled(groups: Sequence[GroupShape], sharding: Sharding, each: ElementBytes
 
 
 def _sent(groups: Sequence[GroupShape], sharding: Sharding, each: ElementBytes) -> int:
-    """Copies in the wire's dtype, and what arrives."""
+    """Copies in the wire's dtype or as int8, and what arrives."""
     total = 0
     for group in groups:
+        if sharding.packs_gradients(group, each):
+            total += 2 * sharding.gradients_sent(group, each)
+            continue
         buffer = sharding.gradient_bytes(each.of(group))
         wire = each.wire or buffer
         arrives = group.padded_numel if sharding.is_ordered else group.shard_numel

@@ -25,6 +25,7 @@ from raydz.storage.store import (
     ObjectChanged,
     ObjectInfo,
     Store,
+    StoredObject,
     StoreUnavailable,
     Writer,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "S3Options",
     "Store",
     "StoreUnavailable",
+    "StoredObject",
     "Writer",
     "open_store",
 ]

@@ -22,6 +22,8 @@ from raydz.storage.store import (
     NotFound,
     ObjectChanged,
     ObjectInfo,
+    Objects,
+    StoredObject,
     check_key,
     check_prefix,
     check_range,
@@ -42,12 +44,12 @@ class LocalStore:
 
     def put(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         """See `Store.put`."""
-        with LocalWriter(self._path(key), if_absent=if_absent) as out:
+        with LocalWriter(self._path(key), if_absent=if_absent, expected_bytes=flat_view(data).nbytes) as out:
             out.write(data)
 
     def writer(self, key: str, expected_bytes: int | None = None) -> LocalWriter:
         """See `Store.writer`."""
-        return LocalWriter(self._path(key))
+        return LocalWriter(self._path(key), expected_bytes=expected_bytes)
 
     def get(self, key: str, start: int | None = None, stop: int | None = None, *, if_match: str | None = None) -> bytes:
         """See `Store.get`."""
@@ -88,6 +90,15 @@ class LocalStore:
         with file_errors(folder, "list"):
             return sorted(key for key in self._keys_below(folder) if key.startswith(prefix))
 
+    def list_objects(self, prefix: str = "") -> Objects:
+        """See `Store.list_objects`; the time is that of the last write."""
+        found = []
+        for key in self.list(prefix):
+            with file_errors(self.root / key, "look at"), suppress(FileNotFoundError, NotADirectoryError):
+                status = (self.root / key).stat()  # unless it was deleted since it was listed
+                found.append(StoredObject(key, status.st_size, status.st_mtime))
+        return found
+
     def list_folders(self, prefix: str = "") -> Names:
         """See `Store.list_folders`."""
         folder = self.root / check_prefix(prefix, self.uri)
@@ -119,9 +130,13 @@ class LocalStore:
                     removed += 1
         return removed
 
-    def probe_writable(self) -> None:
-        """See `Store.probe_writable`."""
+    def probe_writable(self) -> Names:
+        """See `Store.probe_writable`; a file system has no weakness that is not refused."""
         probe(self)
+        return []
+
+    def make_up_for(self, weaknesses: Iterable[str]) -> None:
+        """See `Store.make_up_for`: there is nothing to make up for."""
 
     def _path(self, key: str) -> Path:
         return self.root / check_key(key, self.uri)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from raydz.errors import StorageError
+from raydz.storage.direct import MIN_BYTES, DirectFile
 from raydz.storage.store import TEMP_PREFIX, AlreadyExists, Buffer, ObjectInfo, flat_view
 
 _REMEDIES = {
@@ -32,8 +33,10 @@ _REMEDIES = {
 class LocalWriter:
     """A file in the making, see `store.Writer`. With `if_absent` the commit fails when the name is taken."""
 
-    def __init__(self, path: Path, *, if_absent: bool = False) -> None:
+    def __init__(self, path: Path, *, if_absent: bool = False, expected_bytes: int | None = None) -> None:
         self._path, self._if_absent = path, if_absent
+        self._is_large = (expected_bytes or 0) >= MIN_BYTES
+        self._direct: DirectFile | None = None
         self._temp = path.with_name(TEMP_PREFIX + uuid.uuid4().hex)
         self._fd = -1
         self.bytes_written = 0
@@ -42,12 +45,18 @@ class LocalWriter:
     def __enter__(self) -> LocalWriter:
         with file_errors(self._path, "write"):
             self._fd = _create(self._temp)
+            if self._is_large:
+                self._direct = DirectFile(self._temp, self._fd)
         return self
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, *, stays: bool = False) -> None:
         """See `Writer.write`."""
         view = flat_view(data)
         with file_errors(self._path, "write"):
+            if self._direct is not None:
+                self._direct.write(view)
+                self.bytes_written += len(view)
+                return
             while len(view):
                 # A short write is legal, and is how a full disk first shows.
                 count = os.write(self._fd, view)
@@ -62,11 +71,15 @@ class LocalWriter:
                 with file_errors(self._path, "write"):
                     self._commit()
         finally:
+            if self._direct is not None:
+                self._direct.close()
             os.close(self._fd)
             with suppress(OSError):  # after a rename there is nothing to remove
                 self._temp.unlink()
 
     def _commit(self) -> None:
+        if self._direct is not None:
+            self._direct.finish()
         os.fsync(self._fd)
         if self._if_absent:
             self._link()

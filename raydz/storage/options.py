@@ -34,6 +34,11 @@ class S3Options:
         part_bytes_min, part_bytes_max: bounds for parts of an upload; a larger object than 10,000 parts exceeds them.
         sse, sse_kms_key_id: server-side encryption, for example AES256, or aws:kms and a key.
         max_attempts: tries of one request inside boto3, with growing pauses.
+        bandwidth_limit: bytes per second of this process, uploads and downloads together; None: no limit.
+        read_back: read every object after writing it, and compare; auto: where the self-test has shown that the store
+            does not check what it receives.
+        conditional_put: what the self-test does with a store that ignores `If-None-Match`: require refuses it, warn
+            goes on with a look before each such put, which two jobs at the same moment can both pass.
     """
 
     endpoint_url: str | None = None
@@ -49,6 +54,9 @@ class S3Options:
     connect_timeout_s: float = 10.0
     read_timeout_s: float = 60.0
     max_attempts: int = 10
+    bandwidth_limit: float | None = None
+    read_back: Literal["auto"] | bool = "auto"
+    conditional_put: Literal["require", "warn"] = "require"
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -61,6 +69,8 @@ class S3Options:
         choices = {
             "path_style": ("auto", True, False),
             "checksum": ("auto", "crc64nvme", "crc32c", "crc32", "off"),
+            "read_back": ("auto", True, False),
+            "conditional_put": ("require", "warn"),
         }
         for field, allowed in choices.items():
             if getattr(self, field) not in allowed:
@@ -68,6 +78,8 @@ class S3Options:
         for field in ("concurrency", "max_attempts", "connect_timeout_s", "read_timeout_s"):
             if not getattr(self, field) > 0:
                 _refuse(field, getattr(self, field), "more than 0")
+        if self.bandwidth_limit is not None and not self.bandwidth_limit > 0:
+            _refuse("bandwidth_limit", self.bandwidth_limit, "bytes per second, more than 0")
         if not 5 * MIB <= self.part_bytes_min <= self.part_bytes_max <= 5 << 30:
             bounds = f"{self.part_bytes_min}..{self.part_bytes_max}"
             _refuse("part_bytes_min, part_bytes_max", bounds, "5 MiB <= min <= max <= 5 GiB, as S3 demands")

@@ -11,14 +11,26 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from raydz.storage.options import S3Options
-from raydz.storage.probe import probe
+from raydz.storage.probe import CONDITIONS, probe, warn_of
 from raydz.storage.retry import with_retries
 from raydz.storage.s3_client import S3Connection
 from raydz.storage.s3_errors import from_code, s3_errors
+from raydz.storage.s3_probe import probe_transfers
 from raydz.storage.s3_put import S3Put
 from raydz.storage.s3_reader import S3Reader
 from raydz.storage.s3_writer import S3Writer
-from raydz.storage.store import Buffer, Names, NotFound, ObjectInfo, check_key, check_prefix, check_range, flat_view
+from raydz.storage.store import (
+    Buffer,
+    Names,
+    NotFound,
+    ObjectInfo,
+    Objects,
+    StoredObject,
+    check_key,
+    check_prefix,
+    check_range,
+    flat_view,
+)
 
 DELETE_BATCH = 1000
 """Keys that one DeleteObjects request may name."""
@@ -79,13 +91,17 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Names:
         """See `Store.list`."""
-        keys = [
-            entry["Key"].removeprefix(self._root)
+        return [found.key for found in self.list_objects(prefix)]
+
+    def list_objects(self, prefix: str = "") -> Objects:
+        """See `Store.list_objects`."""
+        found = [
+            StoredObject(entry["Key"].removeprefix(self._root), entry["Size"], entry["LastModified"].timestamp())
             for page in self._pages("list_objects_v2", Prefix=self._root + check_prefix(prefix, self.uri))
             for entry in page.get("Contents", ())
             if not entry["Key"].endswith("/")  # folder markers of web consoles
         ]
-        return sorted(keys)  # Express One Zone does not sort
+        return sorted(found, key=lambda stored: stored.key)  # Express One Zone does not sort
 
     def list_folders(self, prefix: str = "") -> Names:
         """See `Store.list_folders`."""
@@ -116,14 +132,22 @@ class S3Store:
         ]
         return sum(self._retrying(lambda upload=upload: self._abort(upload)) for upload in uploads)
 
-    def probe_writable(self) -> None:
+    def probe_writable(self) -> Names:
         """See `Store.probe_writable`."""
         hurried = S3Store.__new__(S3Store)
         hurried._connect(self.bucket, self.prefix, self._connection.impatient())
         try:
-            probe(hurried)
+            has_conditions = probe(hurried, requires_conditions=self._connection.options.conditional_put == "require")
+            weaknesses = [] if has_conditions else [CONDITIONS]
+            weaknesses += probe_transfers(hurried._connection, self.bucket, self._root)
         finally:
             hurried._connection.close()
+        warn_of(weaknesses, self.uri)
+        return weaknesses
+
+    def make_up_for(self, weaknesses: Iterable[str]) -> None:
+        """See `Store.make_up_for`."""
+        self._connection.weaknesses |= set(weaknesses)
 
     def _full(self, key: str) -> str:
         return check_key(self._root + check_key(key, self.uri), self.uri)

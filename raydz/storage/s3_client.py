@@ -5,6 +5,7 @@ Neighbours: owned by `s3.S3Store`; used by `s3_reader` and `s3_writer`.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -12,7 +13,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from raydz.storage.bandwidth import Bandwidth, LimitedBody, process_bandwidth
 from raydz.storage.options import S3Options, check_endpoint
+from raydz.storage.probe import CHECKSUMS, CONDITIONS
+from raydz.storage.s3_body import send_from_memory
 from raydz.storage.s3_checksum import Checksum, pick_checksum
 from raydz.storage.s3_errors import s3_errors
 
@@ -23,14 +27,15 @@ ROUNDS = 4
 class S3Connection:
     """Options plus this process's client. Credentials are found anew in every process and by every connection."""
 
-    def __init__(self, options: S3Options, rounds: int = ROUNDS) -> None:
+    def __init__(self, options: S3Options, rounds: int = ROUNDS, weaknesses: frozenset[str] = frozenset()) -> None:
         self.options, self.rounds = options, rounds
+        self.weaknesses = weaknesses  # that the self-test has found, see `probe`
         self._lock = threading.Lock()
         self._owner_pid = os.getpid()
         self._client: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "rounds": self.rounds}
+        return {"options": self.options, "rounds": self.rounds, "weaknesses": self.weaknesses}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
@@ -72,6 +77,23 @@ class S3Connection:
         return pick_checksum(self.options, is_aws=self.endpoint_url is None)
 
     @property
+    def has_conditions(self) -> bool:
+        """Whether the store is taken to refuse a second conditional put."""
+        return CONDITIONS not in self.weaknesses
+
+    @property
+    def reads_back(self) -> bool:
+        """Whether what was written is read and compared."""
+        chosen = self.options.read_back
+        return CHECKSUMS in self.weaknesses if chosen == "auto" else chosen
+
+    @property
+    def bandwidth(self) -> Bandwidth | None:
+        """The limit on this process's bytes per second."""
+        limit = self.options.bandwidth_limit
+        return None if limit is None else process_bandwidth(limit)
+
+    @property
     def encryption(self) -> dict[str, Any]:
         """Parameters of every request that makes an object."""
         if self.options.sse is None:
@@ -91,9 +113,22 @@ class S3Connection:
         _silence_debug()
         session = boto3.Session(profile_name=self.options.profile, region_name=self.options.region)
         region = session.region_name or ("us-east-1" if self.endpoint_url else None)
-        return session.client(
+        client = session.client(
             "s3", endpoint_url=self.options.endpoint_url, region_name=region, config=self._client_config()
         )
+        limit = send_from_memory if self.bandwidth is None else self._limit_body
+        client.meta.events.register("before-send.s3", limit)
+        return client
+
+    def _limit_body(self, request: Any, **_: Any) -> None:
+        """Slow the body down as it is sent: it was hashed and signed before, at full speed."""
+        bandwidth, body = self.bandwidth, request.body
+        if bandwidth is None or not body:
+            return
+        if isinstance(body, (bytes, bytearray)):
+            body = io.BytesIO(body)
+        if hasattr(body, "read"):
+            request.body = LimitedBody(body, bandwidth)
 
     def _client_config(self) -> Any:
         from botocore.config import Config

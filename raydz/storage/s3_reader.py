@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from raydz.errors import StorageError
+from raydz.storage.bandwidth import READ_BYTES
 from raydz.storage.retry import with_retries
 from raydz.storage.s3_client import S3Connection
 from raydz.storage.s3_errors import s3_errors
-from raydz.storage.store import ends_early
+from raydz.storage.store import NotFound, ends_early
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,17 @@ class S3Reader:
             with closing(response["Body"]) as body:
                 if byte_range:
                     _check_range_kept(response, self.where, byte_range["Range"])
-                return body.read()
+                return self._read_all(body)
+
+    def _read_all(self, body: Any) -> bytes:
+        bandwidth = self.connection.bandwidth
+        if bandwidth is None:
+            return body.read()
+        pieces = []
+        while piece := body.read(READ_BYTES):
+            bandwidth.take(len(piece))
+            pieces.append(piece)
+        return b"".join(pieces)
 
     def head(self) -> dict[str, Any]:
         """The answer to a HEAD request.
@@ -64,6 +75,14 @@ class S3Reader:
                 return self.connection.client.head_object(Bucket=self.bucket, Key=self.key)
 
         return with_retries(once, self.connection.rounds)
+
+    def is_there(self) -> bool:
+        """Whether the object can be seen."""
+        try:
+            self.head()
+        except NotFound:
+            return False
+        return True
 
     def read_into(self, start: int, out: memoryview, if_match: str | None) -> None:
         """See `Store.read_into`: in parallel slices where `out` is larger than one part."""
@@ -125,11 +144,15 @@ class _RangeRead:
             raise ends_early(self.reader.where, self.start + len(self.out), first + response["ContentLength"])
 
     def _drain(self, body: Any) -> None:
+        bandwidth = self.reader.connection.bandwidth
         while self.filled < len(self.out):
-            count = body.readinto(self.out[self.filled :])
+            stop = len(self.out) if bandwidth is None else min(self.filled + READ_BYTES, len(self.out))
+            count = body.readinto(self.out[self.filled : stop])
             if count == 0:
                 return
             self.filled += count
+            if bandwidth is not None:
+                bandwidth.take(count)
 
 
 def _check_range_kept(response: dict[str, Any], where: str, wanted: str) -> None:

@@ -7,7 +7,9 @@ Neighbours: called by `s3.S3Store.put` and `writer`; requests go through `s3_cli
 from __future__ import annotations
 
 import threading
+import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate
 from types import TracebackType
 from typing import Any
 
@@ -15,9 +17,10 @@ from raydz import log
 from raydz.errors import StorageError
 from raydz.storage.options import MIB, S3Options
 from raydz.storage.retry import with_retries
+from raydz.storage.s3_body import as_body
 from raydz.storage.s3_client import S3Connection
 from raydz.storage.s3_errors import from_code, s3_errors
-from raydz.storage.s3_put import S3Put
+from raydz.storage.s3_put import S3Put, Written
 from raydz.storage.store import Buffer, ObjectInfo, flat_view
 
 MAX_PARTS = 10_000
@@ -40,31 +43,42 @@ def part_bytes_for(options: S3Options, expected_bytes: int | None) -> int:
 class S3Writer:
     """An object in the making, see `store.Writer`.
 
-    Memory: `min(concurrency, MAX_PARTS_IN_FLIGHT) + 1` parts, whatever the object's size.
+    Memory: `min(concurrency, MAX_PARTS_IN_FLIGHT) + 1` parts, whatever the object's size; none of what `stays`.
     """
 
     def __init__(self, connection: S3Connection, bucket: str, key: str, expected_bytes: int | None) -> None:
         self._connection = connection
         self._put = S3Put(connection, bucket, key)
         self._part_bytes = part_bytes_for(connection.options, expected_bytes)
-        self._upload: _Upload | None = None
+        self._upload: Upload | None = None
         self._buffer = bytearray()
+        self._held = memoryview(b"")  # the end of what stays: a part's length at most, and never beside `_buffer`
         self.bytes_written = 0
         self.info: ObjectInfo | None = None
 
     def __enter__(self) -> S3Writer:
         return self
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, *, stays: bool = False) -> None:
         """See `Writer.write`."""
         view = flat_view(data)
+        self.bytes_written += len(view)
+        if self._held:
+            self._buffer += self._held
+            self._held = memoryview(b"")
+        if stays and not self._buffer:
+            while len(view) > self._part_bytes:
+                self._send(view[: self._part_bytes])
+                view = view[self._part_bytes :]
+            self._held = view
+            return
         while len(view):
             # A full buffer waits for the next byte: only then is it certain not to be the whole object.
             if len(self._buffer) == self._part_bytes:
-                self._send_buffer()
+                self._send(self._buffer)
+                self._buffer.clear()
             count = min(len(view), self._part_bytes - len(self._buffer))
             self._buffer += view[:count]
-            self.bytes_written += count
             view = view[count:]
 
     def __exit__(
@@ -72,23 +86,22 @@ class S3Writer:
     ) -> None:
         if self._upload is None:
             if error is None:
-                self.info = self._put.run(self._buffer)
+                self.info = self._put.run(self._held or self._buffer)
             return
         try:
             if error is None:
-                self._send_buffer()
+                self._send(self._held or self._buffer)
                 self.info = self._upload.complete()
         finally:
             self._upload.close()
 
-    def _send_buffer(self) -> None:
+    def _send(self, part: bytearray | memoryview) -> None:
         if self._upload is None:
-            self._upload = _Upload(self._connection, self._put)
-        self._upload.send(self._buffer)
-        self._buffer.clear()
+            self._upload = Upload(self._connection, self._put)
+        self._upload.send(part)
 
 
-class _Upload:
+class Upload:
     """A multipart upload under way: parts in flight, their receipts, and the end of it, good or bad."""
 
     def __init__(self, connection: S3Connection, put: S3Put) -> None:
@@ -115,8 +128,8 @@ class _Upload:
             )
         return answer["UploadId"]
 
-    def send(self, buffer: bytearray) -> None:
-        """Copy the buffer and upload it as the next part; waits while too many are in flight."""
+    def send(self, buffer: bytearray | memoryview) -> None:
+        """Upload the next part, from a copy of a bytearray; waits while too many are in flight."""
         if len(self._parts) == MAX_PARTS:
             raise StorageError(
                 f"the object needs more than {MAX_PARTS} parts",
@@ -129,9 +142,10 @@ class _Upload:
             raise self._failure  # now, not after the last byte
         self._sizes.append(len(buffer))
         # boto3 shares bytes but would copy a bytearray once more.
-        self._parts.append(self._pool.submit(self._send_part, len(self._parts) + 1, bytes(buffer)))
+        body = buffer if isinstance(buffer, memoryview) else bytes(buffer)
+        self._parts.append(self._pool.submit(self._send_part, len(self._parts) + 1, body))
 
-    def _send_part(self, number: int, body: bytes) -> dict[str, Any]:
+    def _send_part(self, number: int, body: bytes | memoryview) -> dict[str, Any]:
         try:
             checksum = self._connection.checksum
             crc = None if checksum is None else checksum.of(body)
@@ -140,17 +154,18 @@ class _Upload:
                 lambda: self._send_once(number, body, chosen), self._connection.rounds, self._cancelled
             )
             receipts = {name: value for name, value in answer.items() if name.startswith("ChecksumCRC")}
-            return {"crc": crc, "part": {"PartNumber": number, "ETag": answer["ETag"], **receipts, **chosen}}
+            part = {"PartNumber": number, "ETag": answer["ETag"], **receipts, **chosen}
+            return {"crc": crc, "part": part, "sum": zlib.crc32(body) if self._connection.reads_back else 0}
         except BaseException as error:
             self._failure = error
             raise
         finally:
             self._slots.release()
 
-    def _send_once(self, number: int, body: bytes, chosen: dict[str, str]) -> dict[str, Any]:
+    def _send_once(self, number: int, body: bytes | memoryview, chosen: dict[str, str]) -> dict[str, Any]:
         with s3_errors(f"{self._put.where}, part {number}"):
             return self._connection.client.upload_part(
-                **self._put.target, UploadId=self._id, PartNumber=number, Body=body, **chosen
+                **self._put.target, UploadId=self._id, PartNumber=number, Body=as_body(body), **chosen
             )
 
     def complete(self) -> ObjectInfo:
@@ -168,6 +183,11 @@ class _Upload:
         if etag is None:
             raise from_code("NoSuchUpload", self._put.where)
         self._is_complete = True
+        if self._connection.reads_back:
+            ends = accumulate(self._sizes)
+            sums = [receipt["sum"] for receipt in receipts]
+            parts_sent = [Written(end - n, end, crc) for end, n, crc in zip(ends, self._sizes, sums, strict=True)]
+            self._put.read_back(etag, parts_sent, run=self._pool.map)
         return ObjectInfo(sum(self._sizes), etag)
 
     def _complete_once(self, parts: dict[str, Any], chosen: dict[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from raydz.errors import StorageError
 
 Buffer = bytes | bytearray | memoryview
 Names = list[str]  # inside the classes `list` is the method
+Objects = list["StoredObject"]
 
 MAX_KEY_BYTES = 1024
 """What S3 allows for prefix and key together."""
@@ -49,6 +50,15 @@ class ObjectInfo:
     etag: str
 
 
+@dataclass(frozen=True)
+class StoredObject:
+    """One object of a listing. `modified` is Unix seconds by the store's clock."""
+
+    key: str
+    bytes: int
+    modified: float
+
+
 class Writer(Protocol):
     """A new object in the making: a context manager that commits at normal exit and vanishes on any exception."""
 
@@ -56,11 +66,12 @@ class Writer(Protocol):
     info: ObjectInfo | None
     """Known after the commit."""
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, *, stays: bool = False) -> None:
         """Append bytes.
 
         Blocking: while more than the bounded number of parts is under way.
-        Ownership: `data` may be reused as soon as this returns.
+        Ownership: `data` may be reused as soon as this returns; with `stays` not before the commit or the exception,
+            and then no copy of it is made.
         """
         ...
 
@@ -123,6 +134,10 @@ class Store(Protocol):
         """All keys that start with the string `prefix`, at any depth, sorted."""
         ...
 
+    def list_objects(self, prefix: str = "") -> Objects:
+        """As `list`, with sizes and times: one request for every thousand objects."""
+        ...
+
     def list_folders(self, prefix: str = "") -> Names:
         """Names of the folders immediately in the folder `prefix` that hold at least one key, sorted."""
         ...
@@ -138,12 +153,20 @@ class Store(Protocol):
         """
         ...
 
-    def probe_writable(self) -> None:
-        """Prove within seconds that this store can hold a run: put, read, refuse a second put, delete.
+    def probe_writable(self) -> Names:
+        """Prove within seconds that this store can hold a run: put, read, refuse a second put, upload, delete.
+
+        Returns:
+            Weaknesses that a run can live with (names of `storage.probe`), each of them warned about; every process
+            that writes passes them to `make_up_for`.
 
         Raises:
             StorageError: names the cause (path, bucket, credentials, endpoint, a store without conditional put).
         """
+        ...
+
+    def make_up_for(self, weaknesses: Iterable[str]) -> None:
+        """From now on do with more requests what the store does not do: read back, look before a conditional put."""
         ...
 
 

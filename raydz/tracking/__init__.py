@@ -10,6 +10,7 @@
 The README of this package is its manual. Importing it imports neither mlflow nor torch.
 """
 
+from raydz.tracking.events import append_event
 from raydz.tracking.journal import Journal, read
 from raydz.tracking.memory import read_peaks, reset_peaks
 from raydz.tracking.metrics import METRICS, Metric, reduce_over_ranks
@@ -21,6 +22,7 @@ __all__ = [
     "Journal",
     "Metric",
     "Tracker",
+    "append_event",
     "read",
     "read_peaks",
     "reduce_over_ranks",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,8 @@ def _unspell(value: Any) -> Any:
 class LineFile:
     """A file of lines, open for append.
 
-    Ownership: one writer a file. Creates the folder. Cuts a torn last line off when it opens.
+    Ownership: one writer a file, whose threads may append at the same time. Creates the folder. Cuts a torn last line
+    off when it opens.
 
     Raises:
         StorageError: the folder or file cannot be created or written.
@@ -83,6 +85,7 @@ class LineFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = threading.Lock()
         with storage_errors(path, "cannot open the file for append"):
             path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -96,7 +99,7 @@ class LineFile:
             StorageError: it could not be written whole; the file is as it was before.
         """
         line = encode(record)
-        with storage_errors(self.path, "cannot append a line"):
+        with self._lock, storage_errors(self.path, "cannot append a line"):
             try:
                 written = os.write(self._fd, line)
                 if written < len(line):
@@ -104,7 +107,7 @@ class LineFile:
             except OSError:
                 os.ftruncate(self._fd, self._size)
                 raise
-        self._size += len(line)
+            self._size += len(line)
 
     def close(self) -> None:
         """Force what was written to the disk and close. A second call does nothing."""

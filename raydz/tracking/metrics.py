@@ -50,18 +50,22 @@ _ROWS = (
     Metric("loss_scale", "1", "rank0", "factor of the step's losses under fp16"),
     Metric("loss_spikes", "steps", "rank0", "steps so far whose loss stood out, by train.loss_spike"),
     Metric("checkpoint_blocking_s", "s", "max", "time that training stood still for a checkpoint"),
+    Metric("checkpoint_failures", "saves", "rank0", "checkpoints of this attempt that could not be saved"),
     Metric("eval_loss", "nats/token", "rank0", "loss on an evaluation set; eval_loss/<set> if it has a name"),
+    Metric("restarts", "1", "rank0", "failed attempts of the run so far; with each step of an attempt after one, as the next two"),
+    Metric("lost_steps", "steps", "rank0", "steps so far that were done, and lost with a failure"),
+    Metric("recovery_s", "s", "rank0", "last step before a failure to the first one after; recovery_s/<phase> of it"),
     Metric("attempt", "1", "rank0", "how often the run has been restarted; written with every step"),
 )
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}
 """The table, by name, in the order of the documentation."""
 
-_FAMILIES = ("eval_loss",)
+_FAMILIES = ("eval_loss", "recovery_s")
 _SENT = tuple(row for row in _ROWS if row.reduce != "rank0")
 
 
 def find(name: str) -> Metric:
-    """The row for a name; `eval_loss/<set>` has the row of `eval_loss`.
+    """The row for a name; `eval_loss/<set>` has the row of `eval_loss`, `recovery_s/<phase>` that of `recovery_s`.
 
     Raises:
         ConfigError: no such name (names the closest).

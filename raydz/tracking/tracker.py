@@ -14,6 +14,7 @@ from typing import Any
 from raydz import log
 from raydz.errors import ConfigError, StorageError
 from raydz.tracking.credentials import redact, redact_fields, refuse_credentials
+from raydz.tracking.events import EVENTS_NAME
 from raydz.tracking.journal import Journal, Point
 from raydz.tracking.lines import LineFile, read_lines
 from raydz.tracking.metrics import check_names
@@ -34,7 +35,7 @@ class Tracker:
 
     def __init__(self, run_dir: Path, journal: Journal, attempt: int, resume_step: int) -> None:
         self._journal, self._attempt, self._resume_step = journal, attempt, resume_step
-        self._events = LineFile(run_dir / "events.jsonl")
+        self._events = LineFile(run_dir / EVENTS_NAME)
         self._sink: MlflowSink | None = None
         self._publisher: Publisher | None = None
         self._is_first_start = attempt == 0 and resume_step == 0
@@ -143,6 +144,7 @@ class Tracker:
             fields: JSON values; texts are cleared of secrets.
         """
         clean = redact_fields(dict(fields or {}))
+        log.event(kind, {"attempt": self._attempt, **clean})
         try:
             self._events.append({"event": kind, "time": round(time.time(), 3), "attempt": self._attempt, **clean})
         except StorageError as error:

@@ -6,6 +6,7 @@ Neighbours: `loop.py` does the work; `report.py` prints how it ended.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 
@@ -22,11 +23,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m raydz.train", description=__doc__.split("\n")[0])
     parser.add_argument("--config", required=True, help="YAML or JSON file of the run")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a dotted key")
+    parser.add_argument("--key-map", metavar="FILE", help="the same as --set resume_key_map=FILE")
     options = parser.parse_args(arguments)
+    if options.key_map:
+        options.set.append(f"resume_key_map={json.dumps(options.key_map)}")
     rank = int(os.environ.get("RANK", "0"))
     log.setup(rank)
     try:
         config = resolve_paths(load(options.config, options.set), os.getcwd())
+        log.setup(rank, as_json=config.tracking.log_json)
         threads = config.train.threads
         world = init_world(
             config.train.device,

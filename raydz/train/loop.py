@@ -7,7 +7,6 @@ Under Ray the ranks are Ray Train workers; under torchrun and in one process `tr
 from __future__ import annotations
 
 import random
-import time
 from contextlib import nullcontext
 from typing import Literal
 
@@ -15,26 +14,34 @@ import numpy as np
 import torch
 
 from raydz import log
-from raydz.checkpoint import checkpoint_uri, step_folder
+from raydz.checkpoint import checkpoint_uri
 from raydz.config import Config
 from raydz.dist import World
-from raydz.errors import CheckpointError
 from raydz.tracking import read_peaks, reduce_over_ranks
+from raydz.train.attempt import Attempt
 from raydz.train.build import LossFunction, ModelFunction
 from raydz.train.evaluate import evaluate, write_sample
+from raydz.train.exports import open_exports
 from raydz.train.figures import StepWatch
+from raydz.train.keeping import open_keeping
 from raydz.train.memory import naming_out_of_memory
 from raydz.train.progress import Progress
 from raydz.train.result import Result
-from raydz.train.setup import Run, mlflow_uri, open_run, settle_tracking, start_tracking
+from raydz.train.saving import RunSaves, ending_on_sigterm
+from raydz.train.setup import Run, exports_store, mlflow_uri, open_run, settle_tracking, start_tracking
 from raydz.train.spikes import commit_or_answer
+from raydz.train.stopping import StopRequest
 
-_MAX_FAILED_SAVES = 3
 _logger = log.get(__name__)
 
 
 def run_training(
-    config: Config, world: World, *, model: ModelFunction | None = None, loss: LossFunction | None = None
+    config: Config,
+    world: World,
+    *,
+    model: ModelFunction | None = None,
+    loss: LossFunction | None = None,
+    attempt: Attempt | None = None,
 ) -> Result:
     """Train a run from where it stands to `train.steps`, on this rank.
 
@@ -43,19 +50,31 @@ def run_training(
     Raises:
         RaydzError: bad input, before any step and on every rank; or training that cannot go on.
     """
-    run = open_run(config, world, model, loss)
+    run = open_run(config, world, model, loss, attempt)
+    run.stop = StopRequest(run.attempt.asked_to_stop)
     if run.step >= config.train.steps:
         settle_tracking(run)
         return _result(run, "complete")
     start_tracking(run)
+    run.exports = open_exports(run, exports_store(run))
+    open_keeping(run)
     try:
-        with naming_out_of_memory(run.memory, run.engine, "while training"):
+        with ending_on_sigterm(), naming_out_of_memory(run.memory, run.engine, "while training"):
             train(run)
+        is_stopped = run.step < config.train.steps
+        if run.exports is not None and not is_stopped:
+            run.exports.finish()
     except BaseException as error:
+        if run.saves is not None:
+            run.saves.give_chance()
+        if run.exports is not None:
+            run.exports.stop()
         if run.tracker:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
             run.tracker.finish("KILLED" if stopped else "FAILED", f"{type(error).__name__}: {error}")
         raise
+    if is_stopped:
+        return _stopped(run)
     if run.tracker:
         run.tracker.finish("FINISHED")
     return _result(run, "finished")
@@ -70,8 +89,14 @@ def train(run: Run) -> None:
         run.tracker.log_baseline(read_peaks())
         run.tracker.set_tags({"raydz.unigram_entropy": f"{run.prepared.unigram_entropy:.4f}"})
     with Progress(steps, run.step, config.log_every, is_shown=run.tracker is not None) as progress:
+        run.saves = saves = RunSaves(run, progress)
         for step in range(run.step + 1, steps + 1):
+            if step in run.attempt.skips:
+                _leave_out(run, step)
+                continue
             metrics = train_step(run, step, watch)
+            if run.recovery is not None:
+                metrics |= run.recovery.step_ended(step)
             if is_due(step, config.eval_every) or (step == steps and config.eval_every):
                 with run.engine.averaged() if config.evaluate_ema else nullcontext():
                     metrics |= evaluate(run.engine, run.loss, run.eval_sets, config.eval_rows)
@@ -79,10 +104,20 @@ def train(run: Run) -> None:
             run.step, run.metrics = step, run.metrics | metrics
             if run.tracker:
                 run.tracker.log_step(step, metrics)
+                run.attempt.measured(step, metrics)
             progress.show(step, metrics)
+            run.attempt.ended_step(step)
+            saves.poll()
+            if run.exports is not None:
+                run.exports.report()
             at_end = step == steps and run.config.checkpoint.at_end
-            if is_due(step, run.config.checkpoint.every) or at_end:
-                save_checkpoint(run, progress)
+            if run.stop.is_agreed:
+                saves.poll(wait=True)  # a save in flight must not stand in the way of the last one
+            if is_due(step, run.config.checkpoint.every) or at_end or run.stop.is_agreed:
+                saves.begin()
+            if run.stop.is_agreed:
+                break
+        saves.poll(wait=True)
 
 
 def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
@@ -99,13 +134,14 @@ def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
         loss_sum += loss.detach().double().item()
         if micro_batch is not batch.micro_batches[-1]:
             engine.step()
-    losses = engine.comms.world.all_gather_values([loss_sum])
+    losses = engine.comms.world.all_gather_values([loss_sum, run.stop.word()])
     mean_loss = sum(row[0] for row in losses) / batch.num_tokens
+    run.stop.hear(row[1] for row in losses)
     report = commit_or_answer(run, step, mean_loss)
     figures = watch.stop(report, batch.num_own_tokens)
     run.tokens_seen += batch.num_tokens
-    if run.blocked_s is not None:
-        figures["checkpoint_blocking_s"], run.blocked_s = run.blocked_s, None
+    if run.saves is not None:
+        figures |= run.saves.figures()
     if run.spikes is not None:
         figures["loss_spikes"] = float(run.spikes.count)
     metrics = reduce_over_ranks(figures, engine.comms.world.all_gather_values)
@@ -125,41 +161,21 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save_checkpoint(run: Run, progress: Progress) -> None:
-    """Save and commit the state after `run.step`; a failure is counted, and ends training only when it repeats.
-
-    Raises:
-        CheckpointError: the third failure in a row, or a failure after the last step: a run that loses its end is
-            not finished.
-    """
-    started = time.perf_counter()
-    folder = step_folder(run.step)
-    state = {
-        "train": {"tokens_seen": run.tokens_seen, "spikes": run.spikes.state() if run.spikes else None},
-        "data": run.feed.order.state(run.step),
-        "rng": {"seed": run.config.run.seed, "rule": "every step seeds from (seed, step, rank)"},
-        "config": run.config.model_dump(mode="json"),
-        "resumed_from": run.start.source,
-        "mlflow_run_id": run.tracker.mlflow_run_id if run.tracker else None,
-        "metrics": run.metrics,
-    }
-    try:
-        run.engine.save_to(run.store, folder, step=run.step, state=state)
-    except CheckpointError as error:
-        run.failed_saves += 1
-        _logger.error("checkpoint %d not saved (%d in a row):\n%s", run.step, run.failed_saves, error)
-        if run.tracker:
-            run.tracker.log_event("checkpoint_failed", {"step": run.step, "error": str(error)})
-        if run.failed_saves >= _MAX_FAILED_SAVES or run.step == run.config.train.steps:
-            raise
-        return
-    run.failed_saves, run.newest_folder = 0, folder
-    run.blocked_s = time.perf_counter() - started
-    uri = checkpoint_uri(run.store, folder)
-    progress.say(f"checkpoint {uri} ({run.blocked_s:.2f} s)")
+def _leave_out(run: Run, step: int) -> None:
+    """A step that failed again and again passes without its batch; weights and schedule stay as they are."""
+    run.step = step
+    _logger.warning("step %d is left out (failure.on_poison)", step)
     if run.tracker:
-        run.tracker.log_event("checkpoint", {"step": run.step, "uri": uri, "seconds": run.blocked_s})
-        run.tracker.set_tags({"raydz.checkpoint": uri})
+        run.tracker.log_event("step_left_out", {"step": step})
+
+
+def _stopped(run: Run) -> Result:
+    """The end of a run that was asked to stop; it goes on where this ends."""
+    if run.exports is not None:
+        run.exports.stop()
+    if run.tracker:
+        run.tracker.finish("KILLED", f"stopped after step {run.step}: {run.stop.reason}")
+    return _result(run, "stopped")
 
 
 def _write_sample(run: Run, step: int, progress: Progress) -> None:
@@ -172,7 +188,7 @@ def _write_sample(run: Run, step: int, progress: Progress) -> None:
         run.tracker.log_event("sample", {"step": step, "text": run.sample})
 
 
-def _result(run: Run, status: Literal["finished", "complete"]) -> Result:
+def _result(run: Run, status: Literal["finished", "complete", "stopped"]) -> Result:
     return Result(
         run_name=str(run.config.run.name),
         run_dir=str(run.run_dir),

@@ -157,6 +157,8 @@ def measured_bytes(engine: Engine) -> dict[str, int]:
 
     groups, gradients = engine.sharded.groups, engine.sharded.gradients
     found = {"weights": size([t for g in groups for t in (g.weights.compute, g.full if g.keeps_parameters else None)])}
+    seconds = [g.gathering.second for g in groups if g.gathering is not None]
+    found["weights"] += size([second.values for second in seconds if second is not None])
     found["gathered"] = size([group.full for group in groups])
     found["masters"] = size([t for group in groups for t in (group.weights.low, group.weights.separate)])
     averages = engine.average.values if engine.average else []

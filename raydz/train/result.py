@@ -11,7 +11,7 @@ class Result:
     """Returned by `raydz.fit` and `train.run_training`.
 
     Attributes:
-        status: `finished`, or `complete` where there was nothing left to do.
+        status: `finished`, `complete` where there was nothing left to do, `stopped` where it was asked to end early.
         metrics: of the last step, and the last `eval_loss` of each set; names as in `raydz.tracking.METRICS`.
         checkpoint_uri: the newest committed checkpoint, for `resume` or `Engine.load_checkpoint`.
         mlflow_run_id, mlflow_uri: None without MLflow.
@@ -21,7 +21,7 @@ class Result:
 
     run_name: str
     run_dir: str
-    status: Literal["finished", "complete"]
+    status: Literal["finished", "complete", "stopped"]
     step: int
     total_steps: int
     metrics: dict[str, float] = field(default_factory=dict)

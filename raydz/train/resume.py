@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raydz.checkpoint import Manifest, committed_steps, open_checkpoint
+from raydz.checkpoint import KeyMap, Manifest, committed_steps, open_checkpoint, open_together
 from raydz.config import Config
+from raydz.dist import Communicator
 from raydz.errors import ConfigError
 from raydz.storage import S3Options, Store, open_store
 
@@ -25,6 +26,8 @@ class Start:
     folder: str
     step: int
     source: str | None = None
+    key_map: dict[str, dict[str, str]] | None = None
+    """Of `resume_key_map`, as `KeyMap.of` takes it; the run's own checkpoints have the model's names already."""
 
     @property
     def is_beginning(self) -> bool:
@@ -39,6 +42,11 @@ def choose_start(config: Config, own: Store, options: S3Options) -> Start:
         ConfigError: the run has checkpoints that `resume` would start over or leave behind.
         CheckpointError: the named checkpoint is not there or is damaged.
     """
+    if config.resume_key_map and config.resume in ("auto", "never"):
+        raise ConfigError(
+            "a key map without the checkpoint it is for", where="resume_key_map", got=f"resume: {config.resume}",
+            wanted="resume: the URI of a checkpoint with other names",
+        )  # fmt: skip
     steps = committed_steps(own)
     if config.resume == "never":
         if steps:
@@ -54,7 +62,8 @@ def choose_start(config: Config, own: Store, options: S3Options) -> Start:
         if newest.source != config.resume and not is_same:
             raise _occupied(config, own, steps[-1])
         return newest
-    return Start(named.uri, folder, manifest.step, source=config.resume)
+    key_map = KeyMap.from_file(config.resume_key_map).as_dict() if config.resume_key_map else None
+    return Start(named.uri, folder, manifest.step, source=config.resume, key_map=key_map)
 
 
 def _newest(own: Store) -> Start:
@@ -62,10 +71,10 @@ def _newest(own: Store) -> Start:
     return Start(own.uri, folder, manifest.step, source=manifest.state.get("resumed_from"))
 
 
-def load_manifest(start: Start, options: S3Options) -> tuple[Store, Manifest]:
-    """The store and manifest of a start that has one."""
+def load_manifest(start: Start, options: S3Options, comm: Communicator) -> tuple[Store, Manifest]:
+    """The store and manifest of a start that has one. Collective: every rank; the manifest is read once."""
     store = open_store(start.store_uri, options)
-    return store, open_checkpoint(store, start.folder)[1]
+    return store, open_together(comm, store, start.folder)[1]
 
 
 def _occupied(config: Config, own: Store, newest_step: int) -> ConfigError:

@@ -9,27 +9,37 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from raydz import log
+from raydz.checkpoint import AfterCommit, KeyMap, LoadRequest
 from raydz.config import Config, SourceConfig, check_trainable
 from raydz.data import BatchOrder, PackedRows, PreparedData, SourceSpec, Tokenizer, TokenizerSpec, prepare
 from raydz.dist import CommClock, Communicator, World
 from raydz.dist.agreement import on_every_rank, on_rank_zero
 from raydz.engine import Engine
 from raydz.errors import ConfigError, DataError
+from raydz.hf import load_initial
 from raydz.models import Decoder
 from raydz.storage import S3Options, Store, open_store
 from raydz.tracking import Tracker, settle_run
+from raydz.tracking.events import EVENTS_NAME
 from raydz.tracking.journal import read
+from raydz.train.attempt import Attempt
 from raydz.train.build import LossFunction, ModelFunction, build_model, choose_loss
+from raydz.train.exports import RunExports
 from raydz.train.feed import Feed
 from raydz.train.memory import MemoryCheck, check_memory, naming_out_of_memory
+from raydz.train.recovery import RecoveryWatch, watch_recovery
 from raydz.train.resume import Start, choose_start, load_manifest
+from raydz.train.saving import RunSaves
 from raydz.train.spikes import SpikeWatch
+from raydz.train.stopping import StopRequest
 
 _logger = log.get(__name__)
 
@@ -42,8 +52,13 @@ class Run:
         step: the last step that is done.
         tokens_seen: valid tokens trained on so far.
         tracker: on rank 0 only.
-        failed_saves: checkpoints in a row that could not be saved.
+        after_commit: called on rank 0, in a save's thread, with the folder of each committed checkpoint.
+        saves: while it trains.
+        exports: while it trains, on rank 0, where the configuration asks for some.
         mlflow_run_id: what the loaded checkpoint says; once tracking has started, the tracker knows it.
+        weaknesses: of the store, for which other stores of the run must make up, too.
+        began_at: Unix time at which the checkpoint was loaded.
+        recovery: on rank 0, after a failure.
     """
 
     config: Config
@@ -60,13 +75,19 @@ class Run:
     tracker: Tracker | None = None
     step: int = 0
     tokens_seen: int = 0
-    failed_saves: int = 0
-    blocked_s: float | None = None
+    after_commit: list[AfterCommit] = field(default_factory=list)
+    saves: RunSaves | None = None
+    exports: RunExports | None = None
     newest_folder: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     spikes: SpikeWatch | None = None
+    stop: StopRequest = field(default_factory=StopRequest)
     sample: str | None = None
     mlflow_run_id: str | None = None
+    attempt: Attempt = field(default_factory=Attempt)
+    weaknesses: list[str] = field(default_factory=list)
+    began_at: float = 0.0
+    recovery: RecoveryWatch | None = None
 
 
 def storage_options(config: Config) -> S3Options:
@@ -86,15 +107,29 @@ def run_store(config: Config) -> Store:
     return open_store(f"{root.rstrip('/')}/{config.run.name}/checkpoints", storage_options(config))
 
 
-def open_run(config: Config, world: World, model: ModelFunction | None, loss: LossFunction | None) -> Run:
+def exports_store(run: Run) -> Store:
+    """The store of the run's Hugging Face exports: `<checkpoint.dir>/<run.name>/exports`."""
+    config = run.config
+    root = config.checkpoint.dir or config.run.root
+    store = open_store(f"{root.rstrip('/')}/{config.run.name}/exports", storage_options(config))
+    store.make_up_for(run.weaknesses)
+    return store
+
+
+def open_run(
+    config: Config, world: World, model: ModelFunction | None, loss: LossFunction | None, attempt: Attempt | None = None
+) -> Run:
     """Open storage, data, model, checkpoint and tracking of a resolved configuration.
 
     Collective: every rank. Raises: a RaydzError, the same on every rank.
     """
     comm = control_communicator(world)
     check_trainable(config)
+    attempt = attempt or Attempt()
     store = run_store(config)
-    on_rank_zero(comm, store.probe_writable)
+    weaknesses = on_rank_zero(comm, store.probe_writable)
+    store.make_up_for(weaknesses)
+    on_rank_zero(comm, lambda: attempt.prepare(store))
     prepared = on_every_rank(comm, lambda: prepare_data(config))
     batch = config.engine().batch(world.world_size)
     module = on_every_rank(comm, lambda: build_model(config, prepared.vocab_size, model))
@@ -128,9 +163,15 @@ def open_run(config: Config, world: World, model: ModelFunction | None, loss: Lo
         start=_agree_on_start(config, store, comm),
         run_dir=Path(config.run.root) / str(config.run.name),
         spikes=SpikeWatch(config.train.loss_spike) if config.train.loss_spike else None,
+        attempt=attempt,
+        weaknesses=weaknesses,
     )
     if not run.start.is_beginning:
-        on_every_rank(comm, lambda: _load(run))
+        _load(run)
+    elif config.model.init_from is not None:
+        load_initial(engine, config.model.init_from, storage_options(config))
+    run.began_at = time.time()
+    attempt.began(run.step)
     return run
 
 
@@ -169,16 +210,13 @@ def _agree_on_start(config: Config, store: Store, comm: Communicator) -> Start:
 
 
 def _load(run: Run) -> None:
-    """Load the start's checkpoint into engine, data order and counters."""
-    store, manifest = load_manifest(run.start, storage_options(run.config))
+    """Load the start's checkpoint into engine, data order and counters. Collective: every rank."""
+    comm = run.engine.comms.world
+    store, manifest = load_manifest(run.start, storage_options(run.config), comm)
     state = manifest.state
-    if "train" not in state:
-        raise ConfigError(
-            "a checkpoint without a training run's state", where="resume", got=run.start.store_uri,
-            remedy="it was saved by Engine.save_checkpoint; load it with Engine.load_checkpoint",
-        )  # fmt: skip
-    run.feed.order.check_resume(state["data"])
-    run.engine.load_from(store, run.start.folder, manifest)
+    on_every_rank(comm, lambda: _check_state(run, state))
+    request = LoadRequest(key_map=KeyMap.of(run.start.key_map)) if run.start.key_map else None
+    run.engine.load_from(store, run.start.folder, manifest, request)
     run.step, run.tokens_seen = manifest.step, state["train"]["tokens_seen"]
     if run.spikes is not None and state["train"].get("spikes"):
         run.spikes.load_state(state["train"]["spikes"])
@@ -187,6 +225,15 @@ def _load(run: Run) -> None:
         run.metrics = dict(state["metrics"])
         run.mlflow_run_id = state["mlflow_run_id"]
     _logger.info("resumed from %s/%s at step %d", run.start.store_uri, run.start.folder, run.step)
+
+
+def _check_state(run: Run, state: dict[str, Any]) -> None:
+    if "train" not in state:
+        raise ConfigError(
+            "a checkpoint without a training run's state", where="resume", got=run.start.store_uri,
+            remedy="it was saved by Engine.save_checkpoint; load it with Engine.load_checkpoint",
+        )  # fmt: skip
+    run.feed.order.check_resume(state["data"])
 
 
 def mlflow_uri(config: Config) -> str | None:
@@ -220,6 +267,9 @@ def start_tracking(run: Run) -> None:
     if run.tracker:
         run.tracker.log_event("plan", run.memory.as_event())
         run.tracker.log_text("plan.txt", run.memory.as_text())
+        if run.attempt.interruption is not None:
+            times = (run.attempt.entered_at, run.began_at)
+            run.recovery = watch_recovery(run.tracker, run.run_dir, run.attempt.interruption, run.step, times)
         run.tracker.log_event("ranks", {"step": run.step, "processes": [place.decode() for place in where]})
 
 
@@ -235,7 +285,7 @@ def flat_params(nested: dict, prefix: str = "") -> dict[str, str]:
 
 
 def _attempts_before(run_dir: Path) -> int:
-    events = run_dir / "events.jsonl"
+    events = run_dir / EVENTS_NAME
     return sum(1 for event in read(events) if event.get("event") == "start") if events.exists() else 0
 
 

@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from raydz import log
-from raydz.checkpoint import open_checkpoint
+from raydz.checkpoint import open_together
 from raydz.config import LossSpikeConfig
-from raydz.dist.agreement import on_every_rank
 from raydz.engine import StepReport
 from raydz.errors import TrainingError
 
@@ -125,6 +124,8 @@ def commit_or_answer(run: Run, step: int, loss: float) -> StepReport:
     else:
         report = run.engine.discard_step()
     if spike is not None:
+        if spike.action == "rewind" and run.saves is not None:
+            run.saves.poll(wait=True)  # which checkpoint is the newest must not depend on the disk
         folder = run.newest_folder if spike.action == "rewind" else None
         if folder is not None:
             _rewind(run, folder)
@@ -134,8 +135,8 @@ def commit_or_answer(run: Run, step: int, loss: float) -> StepReport:
 
 def _rewind(run: Run, folder: str) -> None:
     comm = run.engine.comms.world
-    manifest = on_every_rank(comm, lambda: open_checkpoint(run.store, folder)[1])
-    on_every_rank(comm, lambda: run.engine.load_from(run.store, folder, manifest))
+    _, manifest = open_together(comm, run.store, folder)
+    run.engine.load_from(run.store, folder, manifest)
 
 
 def _tell(run: Run, spike: Spike, folder: str | None) -> None:

@@ -15,6 +15,8 @@ def describe_result(result: Result) -> str:
     head = {
         "finished": f"run {result.run_name} finished at step {result.step}",
         "complete": f"run {result.run_name} is complete: step {result.step} of {result.total_steps} was reached before",
+        "stopped": f"run {result.run_name} was stopped after step {result.step} of {result.total_steps}; the same "
+        "command goes on from its newest checkpoint",
     }[result.status]
     lines = ["", head]
     loss = result.metrics.get("eval_loss")

@@ -5,14 +5,17 @@ Neighbours: `engine.py` inherits it; `export.py` and `regroup.py` do the work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from raydz.config import EngineConfig
 from raydz.dist import World
 from raydz.errors import ConfigError, TrainingError
+from raydz.storage import S3Options, open_store
 from raydz.zero.average import ShardedAverage
 from raydz.zero.export import full_parameters, gathered, load_full, modified
 from raydz.zero.group import FlatGroup
@@ -21,16 +24,20 @@ from raydz.zero.regroup import GroupState, change_trainable
 from raydz.zero.sharded import ShardedModel
 from raydz.zero.states import GroupStates
 from raydz.zero.update import ShardedOptimizer
+from raydz.zero.weights_file import save_weights
 
 
 class ParameterAccess:
     """Whole parameters of a sharded module, between steps."""
 
+    config: EngineConfig
     module: nn.Module
     sharded: ShardedModel
     optimizer: ShardedOptimizer
     world: World
     average: ShardedAverage | None
+    before_change: Callable[[], None]
+    """Waits until nothing else reads the weights and states, such as a save in the background."""
     _hooks: list
     _within_step: int
 
@@ -52,6 +59,8 @@ class ParameterAccess:
             ConfigError: a pattern matches nothing.
         """
         self._require_between_steps("parameters are changed" if modify else None)
+        if modify:
+            self.before_change()
         with modified(self.sharded, names) if modify else gathered(self.sharded, names):
             yield
 
@@ -64,6 +73,7 @@ class ParameterAccess:
         """
         if self.average is None:
             raise ConfigError("there is no average of the weights", where="ema_decay", got="None", wanted="a decay")
+        self.before_change()
         self.sharded.release_all()
         with self.average.in_place_of_weights():
             try:
@@ -74,7 +84,7 @@ class ParameterAccess:
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole parameters by name (tied ones once), and buffers, on the CPU of rank 0; empty elsewhere.
 
-        Dtype: fp32 of what is trained; frozen parameters as they are kept.
+        Dtype: fp32 of what is trained, or bf16 where that is the master; frozen parameters as they are kept.
         Collective: every rank. Memory: one flat group at a time, and the result on rank 0.
         """
         keep = self.world.rank == 0
@@ -85,6 +95,40 @@ class ParameterAccess:
         if keep:
             state.update({name: buffer.cpu() for name, buffer in self.module.named_buffers()})
         return state
+
+    def save_16bit_model(
+        self,
+        save_dir: str | Path,
+        filename: str = "model.safetensors",
+        *,
+        exclude_frozen: bool = False,
+        options: S3Options | None = None,
+    ) -> None:
+        """Write whole weights in the dtype that forward reads, and persistent buffers, to one safetensors file.
+
+        Args:
+            save_dir: folder or `s3://bucket/prefix`; a file of this name is replaced.
+
+        Collective and blocking: every rank. Memory: one flat group at a time.
+
+        Raises:
+            ConfigError: stage 3 without `stage3_gather_16bit_weights_on_model_save`, or not a `.safetensors` name.
+            StorageError: on every rank: it could not be written, and there is no file.
+        """
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            raise ConfigError(
+                "whole weights are not gathered for saving",
+                where="zero_optimization.stage3_gather_16bit_weights_on_model_save", got="false", wanted="true",
+                remedy="save_checkpoint saves shards, which any stage and number of ranks loads",
+            )  # fmt: skip
+        if not filename.endswith(".safetensors"):
+            raise ConfigError(
+                "weights are saved as safetensors", where="save_16bit_model(filename=…)", got=filename,
+                wanted="model.safetensors, for example",
+            )  # fmt: skip
+        self.sharded.release_all()
+        save_weights(self.sharded, open_store(str(save_dir), options), filename, trained_only=exclude_frozen)
 
     def load_full_state_dict(self, state: Mapping[str, Tensor] | None, *, strict: bool = True) -> None:
         """Set parameters (their masters, exactly) and buffers from rank 0's `state`; optimizer states stay.
@@ -99,6 +143,7 @@ class ParameterAccess:
             LayoutError: on every rank: names or shapes do not fit, and nothing is changed.
         """
         self._require_between_steps("a state is loaded")
+        self.before_change()
         load_full(self.sharded, state, strict=strict)
         if self.average is not None:
             self.average.restart()
@@ -121,6 +166,7 @@ class ParameterAccess:
             TrainingError: the step's first micro-batches have run.
         """
         self._require_between_steps("parameters are frozen or unfrozen")
+        self.before_change()
         old, kinds = self.optimizer, self.optimizer.state_kinds()
         states = dict(zip((id(group) for group in old.groups), old.group_states, strict=True))
         formed = change_trainable(

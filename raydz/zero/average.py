@@ -63,13 +63,18 @@ class ShardedAverage:
     def in_place_of_weights(self) -> Iterator[None]:
         """Let the model compute with the average within the block; training goes on from the same bits after it.
 
-        Memory: nothing but one group's masters at a time, since average and masters change places.
+        Memory: nothing but one group's masters at a time, since average and masters change places; where bf16 weights
+        are their own masters, and so have no room for the average's bits, a copy of it.
         """
+        pairs = zip(self._groups, self.values, strict=True)
+        exact = [(values, values.clone()) for group, values in pairs if group.is_own_master]
         self._exchange()
         try:
             yield
         finally:
             self._exchange()
+            for values, kept in exact:
+                values.copy_(kept)
 
     def _exchange(self) -> None:
         for group, values in zip(self._groups, self.values, strict=True):

@@ -12,6 +12,7 @@ from torch import Tensor
 from raydz.dist import Communicator, Handle
 from raydz.errors import TrainingError
 from raydz.zero.group import FlatGroup
+from raydz.zero.options import ReduceOptions
 from raydz.zero.policy import StagePolicy
 
 
@@ -20,15 +21,16 @@ class GroupGradients:
 
     Args:
         comm: the reducing communicator.
-        sums_micro_batches: more than one micro-batch is added up in the full buffer, which is then fp32; else it has
-            the compute dtype.
-        wire_dtype: dtype that travels, None for the buffer's own.
+        sums_micro_batches: more than one micro-batch is added up, in the accumulation dtype: in the full buffer, which
+            else has the compute dtype, or where that is reduced each time in `reduced`.
+        num_ranks: of all that gradients are averaged over.
+        as_int8: what travels is rounded to int8 blocks, whatever dtype it would have.
 
     Attributes:
         pending: parameters that this backward has not reached yet.
         is_launched: this backward's reduction has been launched.
-        reduced: (owned,) the sum over ranks (and micro-batches), fp32 unless a single rank keeps compute dtype;
-            None before the first reduction of a step.
+        reduced: (owned,) the sum over ranks (and micro-batches), None before the first reduction of a step; fp32, but
+            where it adds up in another accumulation dtype, or is a single rank's full buffer.
     """
 
     def __init__(
@@ -36,14 +38,26 @@ class GroupGradients:
         group: FlatGroup,
         comm: Communicator,
         policy: StagePolicy,
+        options: ReduceOptions,
         *,
         sums_micro_batches: bool,
-        wire_dtype: torch.dtype | None,
+        num_ranks: int,
+        as_int8: bool = False,
     ) -> None:
-        self.group, self.comm, self._policy, self._wire_dtype = group, comm, policy, wire_dtype
+        self.group, self.comm, self._policy = group, comm, policy
+        self._wire_dtype = None if as_int8 else options.wire_dtype
         alone = comm.world_size == 1
         self._keeps = policy.keeps_gradients or alone
-        self._dtype = torch.float32 if sums_micro_batches and self._keeps else group.dtype
+        summed = options.accumulation_dtype if sums_micro_batches else None
+        self._dtype = (summed if self._keeps else None) or group.dtype
+        self._shard_dtype = (summed if not self._keeps else None) or (
+            torch.bfloat16 if group.is_own_master else torch.float32
+        )
+        # The loss is divided by the number of ranks; what belongs after the reduction is multiplied in again before.
+        self._wire_scale = 1.0 if options.predivide_factor is None else num_ranks / options.predivide_factor
+        self._as_int8 = as_int8
+        self._by_all_reduce = options.by_all_reduce and policy.shards_state  # without, it is one anyway: _spread
+        self._arriving: Tensor | None = None
         self._full: Tensor | None = None
         self._filled = [False] * len(group.parameters)
         self._handle: Handle | None = None
@@ -94,6 +108,11 @@ class GroupGradients:
         self.pending -= not self._seen[index]
         self._seen[index] = True
 
+    def pass_over(self) -> None:
+        """This backward gives the group no gradient on this rank, and need not."""
+        self.pending = 0
+        self._seen = [True] * len(self._seen)
+
     def _allocate(self) -> Tensor:
         self._full = torch.empty(self.group.layout.padded_numel, dtype=self._dtype, device=self.group.device)
         for start, stop in self.group.layout.gaps():
@@ -110,12 +129,16 @@ class GroupGradients:
         if self.comm.world_size == 1:
             self.reduced = full
             return
-        shard = full.numel() // self.comm.world_size
-        accumulate = self.reduced is not None
-        if not accumulate:
-            self.reduced = torch.empty(shard, dtype=torch.float32, device=full.device)
+        if self._wire_scale != 1:
+            full.mul_(self._wire_scale)
         sent = full if self._wire_dtype is None else full.to(self._wire_dtype)
-        self._handle = self.comm.reduce_scatter_flat(sent, self.sums, accumulate=accumulate, what=self.group.label)
+        is_direct = self.reduced is not None and self._wire_scale == 1 and self._shard_dtype == torch.float32
+        numel = full.numel() // self.comm.world_size
+        arriving = self.sums if is_direct else torch.empty(numel, dtype=torch.float32, device=full.device)
+        reduce = self.comm.all_reduce_to_shard if self._by_all_reduce else self.comm.reduce_scatter_flat
+        reduce = self.comm.reduce_scatter_int8 if self._as_int8 else reduce
+        self._handle = reduce(sent, arriving, accumulate=is_direct, what=self.group.label)
+        self._arriving = arriving
 
     def finish_reduce(self) -> None:
         """Wait for the reduction in flight, if any, and give the full buffer back or mark it empty."""
@@ -123,11 +146,27 @@ class GroupGradients:
             return
         self._handle.wait()
         self._handle = None
+        self._add_arrived()
         self._filled = [False] * len(self._filled)
         if self._policy.frees_gradients:
             self._full = None
         if not self._policy.shards_state:
             self._spread()
+
+    def _add_arrived(self) -> None:
+        """Add one reduction's sum to the step's, unless it was added as it arrived."""
+        arrived, self._arriving = self._arriving, None
+        assert arrived is not None  # set with the handle
+        if self._wire_scale != 1:
+            arrived.div_(self._wire_scale)
+        if self.reduced is None:
+            self.reduced = arrived.to(self._shard_dtype)
+        elif self.reduced is not arrived:
+            self.reduced.add_(arrived)
+
+    def unused(self) -> list[str]:
+        """Names of parameters that this backward, or the last one, gave no gradient."""
+        return [spec.name for spec, seen in zip(self.group.specs, self._seen, strict=True) if not seen]
 
     def _spread(self) -> None:
         """Stage 0: every rank needs the whole sum, so the reduced shards are gathered in fp32."""
@@ -157,7 +196,7 @@ class GroupGradients:
 
     def drop(self) -> None:
         """Forget everything without waiting for anybody."""
-        self._handle = None
+        self._handle = self._arriving = None
         self._filled = [False] * len(self._filled)
         self.reduced = None
         if self._policy.frees_gradients and self.comm.world_size > 1:

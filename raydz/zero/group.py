@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from raydz.dist import Communicator, Handle
 from raydz.errors import LayoutError
 from raydz.optim import WeightShard
+from raydz.zero.gathering import WeightGathering
 from raydz.zero.layout import GroupLayout
 from raydz.zero.policy import StagePolicy
 from raydz.zero.units import ParameterSpec
@@ -30,6 +31,9 @@ class FlatGroup:
         specs: parameters of one (dtype, trainable) in module order. Their Parameters are replaced by ones of
             `dtype` on `device` whose `.data` are views of the gathered buffer, or NaN placeholders while released.
         persistent: stays gathered after use whatever the policy says.
+        keeps_rest: of bf16 weights to their fp32 masters; else they are the masters.
+        near: of ranks that keep a second copy of what is released, see `gathering.py`.
+        as_int8: what is released travels as int8.
 
     Attributes:
         weights: this rank's part of masters and compute weights (all of them where the policy shards no state).
@@ -46,6 +50,9 @@ class FlatGroup:
         comm: Communicator,
         policy: StagePolicy,
         persistent: bool,
+        keeps_rest: bool = True,
+        near: Communicator | None = None,
+        as_int8: bool = False,
     ) -> None:
         self.index, self.specs, self.comm = index, list(specs), comm
         self.label = specs[0].name + (f" (+{len(specs) - 1})" if len(specs) > 1 else "")
@@ -60,8 +67,9 @@ class FlatGroup:
         self._full_bytes = self.full.untyped_storage().nbytes()
         start, stop = self.owned
         compute = self.full[start:stop] if self.keeps_parameters else torch.zeros_like(self.full[start:stop])
-        self.weights = WeightShard.around(compute) if self.trainable else WeightShard(compute)
+        self.weights = WeightShard.around(compute, keeps_rest=keeps_rest) if self.trainable else WeightShard(compute)
         self.is_gathered = False
+        self.gathering = None if self.keeps_parameters else WeightGathering(self.full, comm, near, as_int8=as_int8)
         self._handle: Handle | None = None
         self._views = [self.full[s.start : s.stop].view(s.shape) for s in self.layout.segments]
         nan = torch.full((1,), torch.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -97,6 +105,11 @@ class FlatGroup:
         self.mark_updated()
 
     @property
+    def is_own_master(self) -> bool:
+        """Whether bf16 weights are trained without a rest that makes them fp32."""
+        return self.trainable and self.dtype == torch.bfloat16 and self.weights.low is None
+
+    @property
     def is_gathering(self) -> bool:
         return self._handle is not None
 
@@ -109,15 +122,14 @@ class FlatGroup:
         """Start to fill the gathered buffer, unless it is filled or being filled. Collective, in any order."""
         if self.is_gathered or self._handle is not None:
             return
-        if not self.keeps_parameters:
+        tag = self.index + 1
+        if self.gathering is not None:
             self.full.untyped_storage().resize_(self._full_bytes)
-            start, stop = self.owned
-            self.full[start:stop].copy_(self.weights.compute)
-        whole = self.owned == (0, self.layout.padded_numel)
-        if whole:
+            self._handle = self.gathering.launch(self.full, self.weights.compute, tag=tag, what=self.label)
+        elif self.owned == (0, self.layout.padded_numel):
             self._handle = Handle([], self.comm.clock)
         else:
-            self._handle = self.comm.all_gather_flat(self.full, tag=self.index + 1, what=self.label)
+            self._handle = self.comm.all_gather_flat(self.full, tag=tag, what=self.label)
 
     def finish_gather(self) -> None:
         """Wait for the gather and let every Parameter show its values."""
@@ -176,4 +188,6 @@ class FlatGroup:
         Raising every Parameter's version makes a backward through an old graph an error instead of a wrong gradient.
         """
         self.is_gathered = self.keeps_parameters and self.owned == (0, self.layout.padded_numel)
+        if self.gathering is not None:
+            self.gathering.forget()
         torch.autograd.graph.increment_version(self.parameters)

@@ -46,6 +46,15 @@ def choose_values(model: nn.Module, seed: int, comm: Communicator) -> UnitValues
     return lambda unit: _materialised(unit, makers)
 
 
+def place_buffers(model: nn.Module, device: torch.device, comm: Communicator) -> None:
+    """Bring buffers to `device`, with rank 0's values, each contiguous. Collective: every rank of `comm`."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = moved = buffer.to(device).contiguous()
+                comm.broadcast(moved)
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """Whether any parameter or buffer has no memory."""
     return any(t.is_meta for t in [*model.parameters(), *model.buffers()])

@@ -6,13 +6,14 @@ Neighbours: `update.py` calls `MatrixUpdate.step`; `optim/muon.py` has the arith
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from raydz.dist import Communicator
-from raydz.optim import Muon
+from raydz.optim import Muon, Part, Update, WeightShard, Widening
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.layout import Segment
 from raydz.zero.settings import ParameterSettings, Settings
@@ -20,21 +21,37 @@ from raydz.zero.states import GroupStates
 
 _BATCH_NUMEL = 1 << 26
 """Matrices travel together until they are so many elements, or one for each rank at least."""
+_NO_WEIGHTS = WeightShard(torch.empty(0))
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A parameter of `gradients[group]` that its `owner` makes orthogonal."""
+    """A parameter of `gradients[group]`, or one expert of a stacked one, that its `owner` makes orthogonal.
+
+    Args:
+        segment: where in the group; of the parameter's name.
+        first: which of the parameter's elements is at the segment's start.
+    """
 
     group: int
     segment: Segment
     settings: ParameterSettings
+    first: int = 0
     owner: int = 0
 
     def part(self, shard: tuple[int, int]) -> tuple[int, int]:
         """Elements [start, stop) of the flattened matrix that lie in the elements `shard` of its group."""
         low, high = max(shard[0], self.segment.start), min(shard[1], self.segment.stop)
         return (low - self.segment.start, high - self.segment.start) if low < high else (0, 0)
+
+
+def matrices_of(group: int, segment: Segment, settings: ParameterSettings) -> Iterator[Matrix]:
+    """The parameter itself, or each of the matrices (experts) that it stacks in its first dimension."""
+    shape = segment.shape[-2:]
+    numel = shape[0] * shape[1]
+    for start in range(segment.start, segment.stop, numel):
+        one = Segment(segment.name, shape, start)
+        yield Matrix(group, one, settings, first=start - segment.start)
 
 
 def assign_owners(numels: Sequence[int], world_size: int) -> list[int]:
@@ -54,7 +71,7 @@ def batches(matrices: Sequence[Matrix], world_size: int, limit: int = _BATCH_NUM
         is_enough = sum(m.segment.numel for m in taken) >= limit and len(taken) >= world_size
         if is_enough or index + 1 == len(matrices):
             owners = assign_owners([m.segment.numel for m in taken], world_size)
-            yield [Matrix(m.group, m.segment, m.settings, o) for m, o in zip(taken, owners, strict=True)]
+            yield [replace(matrix, owner=owner) for matrix, owner in zip(taken, owners, strict=True)]
             taken = []
 
 
@@ -63,34 +80,44 @@ class MatrixUpdate:
 
     Args:
         comm: of the ranks that share the shards.
+        widening: where masters or states are bf16.
     """
 
     def __init__(
-        self, gradients: Sequence[GroupGradients], states: Sequence[GroupStates], settings: Settings, comm: Communicator
-    ) -> None:
-        self._gradients, self._states, self._comm = gradients, states, comm
+        self, gradients: Sequence[GroupGradients], states: Sequence[GroupStates], settings: Settings,
+        comm: Communicator, widening: Widening | None = None,
+    ) -> None:  # fmt: skip
+        self._gradients, self._states, self._comm, self._widening = gradients, states, comm, widening
         matrices = [
-            Matrix(index, segment, settings[segment.name])
+            matrix
             for index, grads in enumerate(gradients)
             for segment in grads.group.layout.segments
             if settings[segment.name].is_matrix
+            for matrix in matrices_of(index, segment, settings[segment.name])
         ]
         self._batches = list(batches(matrices, comm.world_size))
         self._is_whole = all(g.group.owned == (0, g.group.layout.padded_numel) for g in gradients)
 
-    def step(self, optimizer: Muon, *, lr: float, grad_scale: float) -> None:
-        """Advance momenta and weights. Collective: every rank of the communicator, once a step."""
+    def step(self, optimizer: Muon, now: Update) -> None:
+        """Advance momenta and weights; `now` has the schedule's rate. Collective: every rank, once a step."""
         for batch in self._batches:
-            directions = [self._direction(optimizer, matrix, grad_scale) for matrix in batch]
-            updates = self._orthogonal(optimizer, batch, directions)
-            for matrix, update in zip(batch, updates, strict=True):
+            directions = [self._direction(optimizer, matrix, now) for matrix in batch]
+            changes = self._orthogonal(optimizer, batch, directions)
+            for matrix, change in zip(batch, changes, strict=True):
                 start, stop = self._owned(matrix)
                 if start < stop:
-                    grads, settings = self._gradients[matrix.group], matrix.settings
-                    optimizer.apply(
-                        grads.group.weights.slice(*self._offsets(matrix)), update, matrix.segment.shape,
-                        lr=lr * settings.lr_scale, weight_decay=settings.weight_decay,
-                    )  # fmt: skip
+                    group, its = self._gradients[matrix.group].group, matrix.settings
+                    own = replace(now, lr=now.lr * its.lr_scale, weight_decay=its.weight_decay)
+                    with self._lent(group.weights.slice(*self._offsets(matrix)), {}, matrix, now) as (weights, _):
+                        optimizer.apply(weights, change, matrix.segment.shape, own)
+
+    def _lent(
+        self, weights: WeightShard, state: dict[str, Tensor], matrix: Matrix, now: Update
+    ) -> AbstractContextManager[tuple[WeightShard, dict[str, Tensor]]]:
+        if self._widening is None:
+            return nullcontext((weights, state))
+        first = matrix.first + self._owned(matrix)[0]
+        return self._widening.lend(weights, state, Part(matrix.segment.name, first, now.step))
 
     def _owned(self, matrix: Matrix) -> tuple[int, int]:
         return matrix.part(self._gradients[matrix.group].group.owned)
@@ -101,15 +128,16 @@ class MatrixUpdate:
         shift = matrix.segment.start - self._gradients[matrix.group].group.owned[0]
         return start + shift, stop + shift
 
-    def _direction(self, optimizer: Muon, matrix: Matrix, grad_scale: float) -> Tensor:
+    def _direction(self, optimizer: Muon, matrix: Matrix, now: Update) -> Tensor:
         """This rank's part of what is to be made orthogonal, (n,); of no elements where it has none."""
         grads = self._gradients[matrix.group]
         start, stop = self._owned(matrix)
         if start == stop:
             return grads.sums.new_empty(0, dtype=optimizer.wire_dtype)
         low, high = self._offsets(matrix)
-        state = self._states[matrix.group].of(low, high)
-        return optimizer.direction(grads.sums[low:high], state, grad_scale=grad_scale)
+        kept = self._states[matrix.group].of(low, high)
+        with self._lent(_NO_WEIGHTS, kept, matrix, now) as (_, state):
+            return optimizer.direction(grads.sums[low:high], state, grad_scale=now.grad_scale)
 
     def _orthogonal(self, optimizer: Muon, batch: list[Matrix], directions: list[Tensor]) -> list[Tensor]:
         """This rank's parts of the updates.

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from raydz.config import EngineConfig
 from raydz.errors import ConfigError
 from raydz.zero.units import ParameterSpec
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""By the configuration's names."""
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -29,10 +32,24 @@ class PrecisionPlan:
     Args:
         compute_dtype: of everything that is no exception.
         fp32_modules: outermost modules by name whose parameters, inputs and results inside are fp32.
+        keeps_rest: beside trained bf16 weights, what they lack to fp32 masters.
+        state_dtype: of optimizer states.
     """
 
     compute_dtype: torch.dtype
     fp32_modules: tuple[str, ...] = ()
+    keeps_rest: bool = True
+    state_dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def from_config(cls, model: nn.Module, config: EngineConfig) -> PrecisionPlan:
+        """What `bf16`, `fp16` and `parallel.fp32_modules` say. Raises: as `of`."""
+        plan = cls.of(model, DTYPES[config.compute_dtype], config.parallel.fp32_modules or ())
+        return dataclasses.replace(
+            plan,
+            keeps_rest=not config.bf16.bf16_master_weights_and_grads,
+            state_dtype=torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32,
+        )
 
     @classmethod
     def of(cls, model: nn.Module, compute_dtype: torch.dtype, patterns: Sequence[str]) -> PrecisionPlan:
@@ -72,6 +89,10 @@ class PrecisionPlan:
             return torch.float32
         is_own = not spec.parameter.requires_grad and spec.parameter.dtype != torch.float32
         return spec.parameter.dtype if is_own else self.compute_dtype
+
+    def may_round(self, dtype: torch.dtype) -> bool:
+        """Whether what a group of `dtype` sends may be rounded: it is no fp32 exception and no table of integers."""
+        return dtype in (*_HALVES, torch.float32) and (dtype in _HALVES or self.compute_dtype == torch.float32)
 
     def _is_fp32(self, parameter: str) -> bool:
         return any(parameter.startswith(module + ".") for module in self.fp32_modules)

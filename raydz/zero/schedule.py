@@ -6,7 +6,9 @@ never a function of timing or free memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -45,7 +47,17 @@ class UseOrder(Generic[T]):
             return []
         return history[self._position :]
 
-    def is_last(self, item: T) -> bool:
-        """Whether the last pass of this kind ended with `item`."""
+    def distance(self, item: T, size: Callable[[T], int], most: int) -> int | None:
+        """Sizes of what was used between here and the next use of `item`, in this pass and the backward after it.
+
+        None where no use of it is known within `most`. Repeated uses of another item count each time.
+        """
         history = self._history.get(self._kind, []) if self._kind else []
-        return bool(history) and history[-1] == item
+        total = 0
+        for other in chain(islice(history, self._position, None), self._history.get(Pass.BACKWARD, [])):
+            if other == item:
+                return total
+            total += size(other)
+            if total > most:
+                break
+        return None

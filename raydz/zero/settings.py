@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd as _Convolution
 
 from raydz.errors import ConfigError
 from raydz.optim import Muon, Optimizer
@@ -122,16 +123,17 @@ def _share(rate: float | None, base: float) -> float:
 
 
 def _is_matrix(spec: ParameterSpec, asked: bool | None, blocks: list[str]) -> bool:
-    """A matrix inside a block that is no lookup table, unless the caller says otherwise."""
+    """A matrix, or a stack of them, inside a block, no lookup table or convolution, unless the caller decides."""
+    has_matrices = spec.parameter.dim() in (2, 3) and spec.parameter.numel() > 0
     if asked is None:
         asked = getattr(spec.parameter, "use_muon", None)
     if asked is not None:
-        if asked and (spec.parameter.dim() != 2 or not spec.parameter.numel()):
+        if asked and not has_matrices:
             raise ConfigError(
                 "Muon updates matrices", where=spec.name, got=f"use_muon on shape {tuple(spec.parameter.shape)}",
-                wanted="two dimensions",
+                wanted="two dimensions, or three where the first counts matrices (experts)",
             )  # fmt: skip
         return bool(asked)
     inside = all(any(name.startswith(block + ".") for block in blocks) for name in (spec.name, *spec.aliases))
-    is_table = any(isinstance(module, nn.Embedding) for module, _ in spec.places)
-    return spec.parameter.dim() == 2 and spec.parameter.numel() > 0 and inside and not is_table
+    is_other = any(isinstance(module, (nn.Embedding, _Convolution)) for module, _ in spec.places)
+    return has_matrices and inside and not is_other

@@ -8,15 +8,16 @@ buffers. What happens when stands in README.md, "One step".
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 from weakref import WeakSet
 
 import torch
 from torch import nn
 
-from raydz.dist import Communicator
 from raydz.errors import TrainingError
+from raydz.zero.communicators import Communicators
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.group import FlatGroup, ValueSource
 from raydz.zero.initialize import UnitValues
@@ -28,6 +29,8 @@ from raydz.zero.schedule import Pass, UseOrder
 from raydz.zero.units import ParameterSpec, UnitSpec, find_units
 
 _MAX_REDUCTIONS_IN_FLIGHT = 2
+Event = Literal["before_forward", "after_forward", "before_backward", "completed", "begin_backward", "end_backward"]
+"""What happens to a unit, or (the last two) to all."""
 
 
 class ForwardCall:
@@ -81,22 +84,6 @@ class Unit:
             group.release()
 
 
-@dataclass(frozen=True)
-class Communicators:
-    """Gathers and reductions run over process groups of their own, so that neither queues behind the other.
-
-    Args:
-        gather, reduce: of the ranks that share a shard group.
-        world: of all ranks.
-        replica: of the ranks that hold the same shard; None where there is one replica.
-    """
-
-    gather: Communicator
-    reduce: Communicator
-    world: Communicator
-    replica: Communicator | None = None
-
-
 class ShardedModel:
     """Units of a module and what happens to them during a step.
 
@@ -125,7 +112,8 @@ class ShardedModel:
         self.model, self.policy, self.comms, self.device = model, policy, comms, device
         self.precision, self._accumulation = precision, accumulation
         specs = find_units(model, unit_patterns)
-        self.options = options.resolved(specs)
+        self.options, self.sizes = options, options.resolved(specs)
+        self._persistent = self._choose_persistent(specs)
         self.groups: list[FlatGroup] = []
         self.gradients: list[GroupGradients] = []
         self.accepts_writes = False
@@ -135,6 +123,8 @@ class ShardedModel:
             self._build_groups(unit, values(unit.spec))
         self._order: UseOrder[Unit] = UseOrder()
         self.in_backward = False
+        self.on_event: Callable[[Event, Unit | None], None] | None = None
+        """Who listens to what happens, see `join.py`."""
         self._to_reduce: deque[tuple[Unit, GroupGradients]] = deque()
         self._in_flight: deque[GroupGradients] = deque()
 
@@ -143,11 +133,11 @@ class ShardedModel:
     def _build_groups(self, unit: Unit, source: ValueSource) -> None:
         kinds: dict[tuple[bool, bool, torch.dtype], list[ParameterSpec]] = {}
         for p in unit.spec.parameters:
-            kind = (not p.parameter.requires_grad, self._is_persistent(p), self.precision.dtype_of(p))
+            kind = (not p.parameter.requires_grad, p.name in self._persistent, self.precision.dtype_of(p))
             kinds.setdefault(kind, []).append(p)
         for kind in sorted(kinds, key=lambda kind: kind[:2]):  # trained before frozen, dtypes in module order
             members, (_, persistent, dtype) = kinds[kind], kind
-            for run in split_by_numel([p.parameter.numel() for p in members], self.options.bucket_numel):
+            for run in split_by_numel([p.parameter.numel() for p in members], self.sizes.bucket_numel):
                 self._build_group(unit, [members[i] for i in run], persistent, dtype, source)
 
     def regroup(self, units: Sequence[Unit], source: ValueSource) -> None:
@@ -163,23 +153,34 @@ class ShardedModel:
         for index, group in enumerate(self.groups):
             group.index = index
 
-    def _is_persistent(self, spec: ParameterSpec) -> bool:
-        return not self.policy.keeps_parameters and spec.parameter.numel() < self.options.persistence_numel
+    def _choose_persistent(self, units: Sequence[UnitSpec]) -> set[str]:
+        """Names of the small parameters that stay gathered: those that fit, unit by unit, under the most together."""
+        chosen: set[str] = set()
+        left = -1 if self.policy.keeps_parameters else self.sizes.max_persistent_numel
+        for spec in [spec for unit in units for spec in unit.parameters]:
+            numel = spec.parameter.numel()
+            if numel < self.sizes.persistence_numel and numel <= left:
+                chosen.add(spec.name)
+                left -= numel
+        return chosen
 
     def _build_group(
         self, unit: Unit, members: list[ParameterSpec], persistent: bool, dtype: torch.dtype, source: ValueSource
     ) -> None:
+        int8, may_round = self.options.int8, not persistent and self.precision.may_round(dtype)
         group = FlatGroup(
             len(self.groups), members, dtype=dtype, device=self.device, comm=self.comms.gather,
-            policy=self.policy, persistent=persistent,
+            policy=self.policy, persistent=persistent, keeps_rest=self.precision.keeps_rest, near=self.comms.near,
+            as_int8=may_round and (int8.weights or (int8.frozen and not members[0].parameter.requires_grad)),
         )  # fmt: skip
         group.fill(source)
         self.groups.append(group)
         unit.groups.append(group)
         if group.trainable:
             grads = GroupGradients(
-                group, self.comms.reduce, self.policy,
-                sums_micro_batches=self._accumulation > 1, wire_dtype=self.options.wire_dtype,
+                group, self.comms.reduce, self.policy, self.options.reduction,
+                sums_micro_batches=self._accumulation > 1, num_ranks=self.comms.world.world_size,
+                as_int8=may_round and int8.gradients,
             )  # fmt: skip
             self.gradients.append(grads)
             unit.gradients.append(grads)
@@ -197,17 +198,30 @@ class ShardedModel:
                 "a forward while parameters are being changed", where=unit.spec.name or "the model",
                 remedy="leave `with engine.gathered(modify=True)` first",
             )  # fmt: skip
+        self._tell("before_forward", unit)
         if unit.is_root and not self.in_backward:
             self._order.begin(Pass.FORWARD if torch.is_grad_enabled() else Pass.EVALUATE)
         self._gather(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """Release the unit, unless backward begins with it or is what recomputes it."""
+        """Release the unit, unless it is used again soon or backward is what recomputes it."""
+        self._tell("after_forward", unit)
         if self.in_backward:
             return
-        starts_backward = torch.is_grad_enabled() and (unit.is_root or self._order.is_last(unit))
-        if not starts_backward:
+        if not (torch.is_grad_enabled() and (unit.is_root or self._is_used_soon(unit))):
             unit.release()
+
+    def _is_used_soon(self, unit: Unit) -> bool:
+        """Whether nothing comes before the unit's next use, or so little that it is kept. See "Reuse" in README.md."""
+        reuse_numel = self.sizes.reuse_numel
+        distance = self._order.distance(unit, lambda other: 0 if other.is_root else other.numel, reuse_numel)
+        if not distance:
+            return distance == 0
+        between = distance // 2  # used forth and back, and kept too
+        kept = self.units[0].numel + unit.numel + between
+        released = [group.layout for group in self.groups if not group.keeps_parameters]
+        room = sum(layout.padded_numel - layout.shard_numel for layout in released)
+        return kept <= min(room, self.sizes.max_live_numel)
 
     def before_backward(self, unit: Unit) -> None:
         """Gather the unit again for the gradients of its inputs.
@@ -216,16 +230,18 @@ class ShardedModel:
             TrainingError: backward was not declared through the engine.
         """
         self._require_declared()
+        self._tell("before_backward", unit)
         if not unit.spec.is_lookup:
             self._gather(unit)
 
     def _gather(self, unit: Unit) -> None:
         following = self._order.advance(unit)
-        unit.launch_gather()
+        if self.options.overlaps:
+            unit.launch_gather()
         ahead = 0
         for next_unit in following:
-            is_full = self._live_numel() + next_unit.released_numel > self.options.max_live_numel
-            if ahead >= self.options.prefetch_numel or is_full:
+            is_full = self._live_numel() + next_unit.released_numel > self.sizes.max_live_numel
+            if ahead >= self.sizes.prefetch_numel or is_full:
                 break
             if not (self.in_backward and next_unit.spec.is_lookup):
                 next_unit.launch_gather()
@@ -250,6 +266,7 @@ class ShardedModel:
         """
         if self.in_backward:
             raise TrainingError("backward was declared twice", remedy="call engine.backward once for each forward")
+        self._tell("begin_backward", None)
         self.in_backward = True
         self._order.begin(Pass.BACKWARD)
         for grads in self.gradients:
@@ -285,19 +302,35 @@ class ShardedModel:
         """Release a unit that backward is done with, and reduce in the agreed order as far as that goes."""
         if not unit.is_complete:
             return
+        self._tell("completed", unit)
         unit.release()
         while self._to_reduce and self._to_reduce[0][0].is_complete:
             self._launch_next_reduction()
+
+    def complete_without_gradients(self, unit: Unit) -> None:
+        """Let a unit contribute zeros to this backward, as `gradient_ready` of all its parameters would gradients."""
+        for grads in unit.gradients:
+            grads.pass_over()
+        unit.open_calls.clear()
+        self.unit_progressed(unit)
+
+    def _tell(self, event: Event, unit: Unit | None) -> None:
+        if self.on_event is not None:
+            self.on_event(event, unit)
 
     def _launch_next_reduction(self) -> None:
         _, grads = self._to_reduce.popleft()
         grads.launch_reduce()
         self._in_flight.append(grads)
-        if len(self._in_flight) > _MAX_REDUCTIONS_IN_FLIGHT:
+        while len(self._in_flight) > (_MAX_REDUCTIONS_IN_FLIGHT if self.options.overlaps else 0):
             self._in_flight.popleft().finish_reduce()
 
     def end_backward(self) -> None:
-        """Reduce what no hook completed (parameters without a gradient give zeros) and release everything."""
+        """Reduce what no hook completed (parameters without a gradient give zeros) and release everything.
+
+        Raises:
+            TrainingError: on every rank, parameters without a gradient where the options refuse them.
+        """
         for unit in self.units:
             unit.recomputed = None
         while self._to_reduce:
@@ -305,7 +338,27 @@ class ShardedModel:
         while self._in_flight:
             self._in_flight.popleft().finish_reduce()
         self.release_all()
+        self._tell("end_backward", None)
+        if self.options.refuses_unused:
+            self._refuse_unused()
         self.in_backward = False
+
+    def _refuse_unused(self) -> None:
+        """Compare with all ranks whether every parameter got a gradient in this backward.
+
+        Raises:
+            TrainingError: on every rank, where any misses one; names parameters and ranks.
+        """
+        mine = "\n".join(name for grads in self.gradients for name in grads.unused())
+        everyone = [part.decode().split() for part in self.comms.world.all_gather_bytes(mine.encode())]
+        names = list(dict.fromkeys(name for part in everyone for name in part))
+        if names:
+            raise TrainingError(
+                f"{len(names)} parameters got no gradient", where=", ".join(names[:20]),
+                got=f"on ranks {[rank for rank, part in enumerate(everyone) if part]}",
+                wanted="each one used for the loss, since zero_optimization.ignore_unused_parameters is false",
+                remedy="use or freeze them, or set the key to true: they then contribute zeros",
+            )  # fmt: skip
 
     def abort(self) -> None:
         """After an exception: forget this step's gradients without communication and return to the sharded state."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class GroupStates:
-    """Flat fp32 tensors by name, zero from the start.
+    """Flat tensors by name, zero from the start.
 
     Where all elements have the same states, each tensor lies beside the owned weights element by element. Else the
     stretches of each family stand packed one after the other, so that none pays for states it does not have.
@@ -21,14 +21,16 @@ class GroupStates:
     Args:
         stretches: (start, stop, names of states) in ascending order; elements outside belong to no parameter.
         owned_numel: elements of the shard.
+        dtype: fp32, or bf16 where states are rounded by chance.
 
     Attributes:
         tensors: name to tensor.
     """
 
     def __init__(
-        self, stretches: Sequence[tuple[int, int, tuple[str, ...]]], owned_numel: int, device: torch.device
-    ) -> None:
+        self, stretches: Sequence[tuple[int, int, tuple[str, ...]]], owned_numel: int, device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
         self._stretches = list(stretches)
         self._starts = [start for start, _, _ in stretches]
         families = dict.fromkeys(names for _, _, names in stretches)
@@ -39,9 +41,7 @@ class GroupStates:
             if len(families) > 1:
                 lengths[names] += stop - start
         self.tensors: dict[str, Tensor] = {
-            name: torch.zeros(length, dtype=torch.float32, device=device)
-            for names, length in lengths.items()
-            for name in names
+            name: torch.zeros(length, dtype=dtype, device=device) for names, length in lengths.items() for name in names
         }
 
     def of(self, start: int, stop: int) -> dict[str, Tensor]:

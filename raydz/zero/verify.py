@@ -1,6 +1,6 @@
 """Self-check: one step's gradients against an unsharded copy of the module that plain torch differentiates.
 
-Neighbours: `engine.py` offers `verify_step` on top of this. Nothing of the reference goes through raydz's buffers,
+Neighbours: `engine.py` inherits `StepVerification`. Nothing of the reference goes through raydz's buffers,
 hooks or collectives. See "Self-check" in README.md.
 """
 
@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from raydz.errors import LayoutError
+from raydz.config import BatchSize
+from raydz.errors import ConfigError, LayoutError, TrainingError
+from raydz.zero.access import ParameterAccess
 from raydz.zero.export import gathered, select, whole_of
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.sharded import ShardedModel
@@ -47,9 +50,18 @@ def default_tolerance(sharded: ShardedModel, num_terms: int) -> float:
     """Of a sum of `num_terms` gradients: two roundings to the coarsest dtype on their way, and fp32 additions.
 
     A native collective (NCCL) sums in the dtype on the wire, so there each addition rounds.
+
+    Raises:
+        ConfigError: gradients travel as int8, where the error depends on what else lies in a block.
     """
-    wire = sharded.options.wire_dtype or sharded.precision.compute_dtype
-    coarsest = max(torch.finfo(dtype).eps for dtype in (wire, sharded.precision.compute_dtype))
+    if sharded.options.int8.gradients:
+        raise ConfigError(
+            "int8 gradients have no tolerance of their own", where="verify_step", got="tolerance=None",
+            wanted="a tolerance", remedy="give one, or switch zero_quantized_gradients off to verify the rest",
+        )  # fmt: skip
+    reduction, compute = sharded.options.reduction, sharded.precision.compute_dtype
+    on_the_way = (compute, reduction.wire_dtype or compute, reduction.accumulation_dtype)
+    coarsest = max(torch.finfo(dtype).eps for dtype in on_the_way)
     rounded = 2 if sharded.comms.reduce.is_gloo or num_terms == 1 else num_terms
     return rounded * coarsest + _FP32_SLACK * num_terms * torch.finfo(torch.float32).eps
 
@@ -180,3 +192,61 @@ def verify_gradients(
         restore()
         reference.differentiate(reference_losses(reference.module))
     return reference.compare(tolerance)
+
+
+class StepVerification(ParameterAccess):
+    """The part of the public Engine that checks a step; the engine has the attributes."""
+
+    batch: BatchSize
+    __call__: Callable[..., Any]
+    backward: Callable[..., Tensor]
+    _cast: Callable[[Any], Any]
+    _divisor: Callable[[float | None], float]
+    _to_differentiate: Callable[[Tensor, float], Tensor]
+
+    def verify_step(
+        self,
+        loss_fn: Callable[[Callable[..., Any], int], Tensor],
+        *,
+        names: Sequence[str] | str | None = None,
+        denominator: float | None = None,
+        tolerance: float | None = None,
+    ) -> VerifyReport:
+        """Compare the gradients of one step with those of an unsharded copy of the module, and change nothing.
+
+        For small models: every rank holds the whole module, and runs the step's micro-batches twice.
+
+        Args:
+            loss_fn: (model, index of the micro-batch) to this rank's loss, by calls of `model(...)`; always the same.
+            names: parameters or modules, by pattern, that are compared; None for all that are trained.
+            denominator: as of `backward`.
+            tolerance: see `VerifyReport.differences`; None for what rounding may do.
+
+        Collective: every rank, between steps.
+
+        Raises:
+            LayoutError: on every rank: a difference above the tolerance; names parameters.
+            TrainingError: micro-batches of a step have run, or the gradients are not finite.
+        """
+        self._require_between_steps("a step is verified")
+        num_micro, divisor = self.batch.accumulation, self._divisor(denominator)
+
+        def engine_pass() -> None:
+            for self._within_step in range(num_micro):
+                self.backward(loss_fn(self, self._within_step), denominator=denominator)
+            if not self.optimizer.gradient_norm() < float("inf"):
+                raise TrainingError("gradients are not finite, so there is nothing to compare")
+
+        def reference_losses(module: nn.Module) -> Iterator[Tensor]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return module(*self._cast(args), **self._cast(kwargs))
+
+            return (self._to_differentiate(loss_fn(call, index), divisor) for index in range(num_micro))
+
+        terms = num_micro * self.world.world_size
+        limit = default_tolerance(self.sharded, terms) if tolerance is None else tolerance
+        try:
+            return verify_gradients(self.sharded, engine_pass, reference_losses, names, limit)
+        finally:
+            self._within_step = 0
+            self.optimizer.clear_gradients()

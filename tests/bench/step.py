@@ -145,13 +145,14 @@ def measure(kind: str, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist_ranks()))  # they make the initial weights
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         step, flops = contestant(kind, options, device)
     except ImportError as error:
         print("RESULT " + json.dumps({"note": f"not installed: {error}" if "No module" in str(error) else str(error)}))
         return
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # DeepSpeed changes it
     generator = torch.Generator().manual_seed(dist.get_rank())
     times, losses = [], []
     for _ in range(options.warmup + options.steps):
@@ -179,6 +180,10 @@ def measure(kind: str, options: argparse.Namespace) -> None:
             "last_loss": losses[-1],
         }
         print("RESULT " + json.dumps({"metrics": metrics, "note": ""}), flush=True)
+
+
+def dist_ranks() -> int:
+    return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def peak_bytes(device) -> int:

@@ -1,7 +1,7 @@
-"""The model and the values of `golden/`: a checkpoint of format 1 that every later release must read.
+"""Model and values of `golden/` and `golden_2/`: checkpoints of formats 1 and 2 that every later release must read.
 
-`python -m tests.checkpoint.golden_model FOLDER` wrote it, on two ranks of stage 2 in bf16. It is never written again:
-a new format gets a golden checkpoint of its own beside it.
+`python -m tests.checkpoint.golden_model FOLDER` wrote each, on two ranks of stage 2 in bf16. They are never written
+again: a new format gets a golden checkpoint of its own beside them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_2 = Path(__file__).parent / "golden_2"
 STEP = 3
 SHAPES = {"body.weight": (7, 6), "body.bias": (7,), "head.weight": (5, 7), "norm": (1,)}
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

@@ -23,6 +23,7 @@ class Setup:
 
     stage: int = 0
     shapes: tuple[tuple[int, ...], ...] = ((7, 6), (7,), (10, 7), (1,), (), (0, 3))
+    shard_size: int | None = None
     bf16: bool = False
     tied: bool = False
     bucket: int | None = None
@@ -56,7 +57,7 @@ class Odd(nn.Module):
         return total
 
 
-def build(setup: Setup):
+def build(setup: Setup, model: nn.Module | None = None):
     """The engine of a setup, on this rank; other model values than those of `Odd` come from a load."""
     import raydz.engine
     from raydz.config import load_engine
@@ -71,9 +72,10 @@ def build(setup: Setup):
             "optimizer": {"type": "AdamW", "params": {"lr": setup.lr, "weight_decay": 0.1}},
             "bf16": {"enabled": setup.bf16},
             "zero_optimization": zero,
+            "parallel": {"shard_size": setup.shard_size},
         }
     )
-    return raydz.engine.initialize(Odd(setup.shapes, setup.tied), config, device="cpu")
+    return raydz.engine.initialize(model or Odd(setup.shapes, setup.tied), config, device="cpu")
 
 
 def train(engine, first: int, last: int) -> None:
@@ -120,8 +122,12 @@ def load_and_save(rank: int, world_size: int, setup: Setup, uri: str, again: str
         engine(torch.ones(2))  # gathers, so that a load has copies to make stale
     store = open_store(uri, options)
     folder, manifest = open_checkpoint(store)
-    num_bytes = engine.load_from(store, folder, manifest)
-    held = [(p.kind, p.names, p.start, p.stop) for p in state_pieces(engine.sharded, engine.optimizer, saving=False)]
+    num_bytes = engine.load_from(store, folder, manifest).bytes_read
+    pieces = state_pieces(engine.sharded, engine.optimizer, saving=False)
+    held = {
+        alike: [(p.kind, p.names, p.start, p.stop) for p in pieces if (p.holders == "world") is alike]
+        for alike in (True, False)
+    }
     engine.save_checkpoint(again)
     with engine.gathered():
         shown = {name: p.detach().clone().float().numpy() for name, p in engine.module.named_parameters()}

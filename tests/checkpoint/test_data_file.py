@@ -1,8 +1,9 @@
-"""A rank's data file: the header's place, the order of pieces, and sums that zlib agrees with."""
+"""A rank's data file: the header's place, the order of pieces, and sums that are CRC-32C's by definition, or zlib's."""
 
 from __future__ import annotations
 
 import json
+import sys
 import zlib
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from raydz.checkpoint import StatePiece, data_file
+from raydz.checkpoint.checksums import crc_function
 from raydz.checkpoint.data_file import ChunkSums, plan_file, write_file
 from raydz.checkpoint.pieces import DTYPE_NAMES
-from raydz.errors import LayoutError
+from raydz.errors import CheckpointError, LayoutError
 from raydz.storage import open_store
 
 KINDS = list(DTYPE_NAMES)
@@ -60,16 +62,29 @@ def test_wide_elements_come_first_so_that_none_straddles_a_chunk():
         assert offset % width == 0 and data_file.CHUNK_BYTES % width == 0
 
 
-def test_sums_of_chunks_and_of_the_whole_are_zlibs(tmp_path, monkeypatch):
+def crc32c_by_definition(data: bytes) -> int:
+    """The remainder by the Castagnoli polynomial, bit by bit (RFC 3720, appendix B.4)."""
+    register = 0xFFFFFFFF
+    for byte in data:
+        register ^= byte
+        for _ in range(8):
+            register = register >> 1 ^ (0x82F63B78 if register & 1 else 0)
+    return register ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(("algorithm", "reference"), [("crc32c", crc32c_by_definition), ("crc32", zlib.crc32)])
+def test_sums_of_chunks_and_of_the_whole_fit_their_definition(tmp_path, monkeypatch, algorithm, reference):
     monkeypatch.setattr(data_file, "CHUNK_BYTES", 1000)
     monkeypatch.setattr(data_file, "_WRITE_BYTES", 700)
+    if algorithm == "crc32":
+        monkeypatch.setitem(sys.modules, "awscrt.checksums", None)  # as where it is not installed
     plan = plan_file([piece("w", torch.arange(1234.0)), piece("v", torch.arange(7, dtype=torch.int8))])
     with open_store(str(tmp_path)).writer("f") as out:
         receipt = write_file(plan, out, "f")
     data = (tmp_path / "f").read_bytes()
-    assert receipt.chunk_crcs == tuple(zlib.crc32(data[i : i + 1000]) for i in range(0, len(data), 1000))
-    assert receipt.crc == zlib.crc32(data)
-    assert (receipt.chunk_bytes, receipt.algorithm) == (1000, "crc32")
+    assert receipt.chunk_crcs == tuple(reference(data[i : i + 1000]) for i in range(0, len(data), 1000))
+    assert receipt.crc == reference(data)
+    assert (receipt.chunk_bytes, receipt.algorithm) == (1000, algorithm)
 
 
 @given(st.lists(st.binary(max_size=50), max_size=12), st.integers(1, 40))
@@ -81,10 +96,18 @@ def test_sums_do_not_depend_on_how_the_stream_is_cut(parts, chunk):
         for part in parts:
             sums.update(memoryview(part))
         whole = b"".join(parts)
-        assert sums.finish() == tuple(zlib.crc32(whole[i : i + chunk]) for i in range(0, len(whole), chunk))
-        assert sums.whole == zlib.crc32(whole)
+        assert sums.finish() == tuple(crc32c_by_definition(whole[i : i + chunk]) for i in range(0, len(whole), chunk))
+        assert sums.whole == crc32c_by_definition(whole)
     finally:
         data_file.CHUNK_BYTES = usual
+
+
+def test_checksum_that_this_machine_cannot_compute_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "awscrt.checksums", None)
+    with pytest.raises(CheckpointError, match=r"(?s)need awscrt.*pip install"):
+        crc_function("crc32c", "here")
+    with pytest.raises(CheckpointError, match=r"(?s)unknown checksum.*md5"):
+        crc_function("md5", "here")
 
 
 def test_elements_are_little_endian(tmp_path):

@@ -1,4 +1,4 @@
-"""What the first release wrote, this one reads: `golden/` is format 1 and is never written again."""
+"""What earlier releases wrote, this one reads: `golden/` is format 1, `golden_2/` format 2; both stay as they are."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from tests.checkpoint.golden_model import (
     CLIENT_STATE,
     GOLDEN,
+    GOLDEN_2,
     KINDS,
     SHAPES,
     STEP,
@@ -22,10 +23,10 @@ from tests.checkpoint.golden_model import (
 from tests.checkpoint.states import assert_same_bits, data_files, stored_tensors
 
 
-def load_golden(rank, world_size, stage, bf16):
+def load_golden(rank, world_size, folder, stage, bf16):
     """Client state, counters, whole weights, and every optimizer state this rank owns with its true values."""
     engine = build_golden(stage, bf16)
-    _, client_state = engine.load_checkpoint(GOLDEN)
+    _, client_state = engine.load_checkpoint(folder)
     counters = (engine.global_steps, engine.micro_steps, engine.skipped_steps)
     loaded = [{k: v.numpy().copy() for k, v in state.items()} for state in engine.optimizer.states]
     weights = {name: tensor.numpy().copy() for name, tensor in engine.full_state_dict().items()}
@@ -35,9 +36,10 @@ def load_golden(rank, world_size, stage, bf16):
     return client_state, counters, weights, loaded, true
 
 
+@pytest.mark.parametrize("folder", [GOLDEN, GOLDEN_2], ids=["format 1", "format 2"])
 @pytest.mark.parametrize(("world_size", "stage", "bf16"), [(1, 0, False), (2, 3, True), (3, 1, False)])
-def test_golden_checkpoint_holds_the_constants(ranks, world_size, stage, bf16):
-    results = ranks(world_size).run(load_golden, stage, bf16)
+def test_golden_checkpoint_holds_the_constants(ranks, folder, world_size, stage, bf16):
+    results = ranks(world_size).run(load_golden, folder, stage, bf16)
     for client_state, counters, _, loaded, true in results:
         assert client_state == CLIENT_STATE
         assert counters == (STEP, 8, 1)
@@ -49,13 +51,15 @@ def test_golden_checkpoint_holds_the_constants(ranks, world_size, stage, bf16):
     np.testing.assert_array_equal(weights["seen"], [7, -(2**40)])
 
 
-def test_golden_files_are_still_what_was_committed():
-    (manifest,) = GOLDEN.rglob("manifest.json")
+@pytest.mark.parametrize(("folder", "version", "algorithm"), [(GOLDEN, 1, "crc32"), (GOLDEN_2, 2, "crc32c")])
+def test_golden_files_are_still_what_was_committed(folder, version, algorithm):
+    (manifest,) = folder.rglob("manifest.json")
     body = json.loads(manifest.read_bytes())["body"]
-    assert (body["format_version"], body["step"], body["world_size"]) == (1, STEP, 2)
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in data_files(GOLDEN)]
+    assert (body["format_version"], body["step"], body["world_size"]) == (version, STEP, 2)
+    assert {file["algorithm"] for file in body["files"]} == {algorithm}
+    digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in data_files(folder)]
     assert digests == ["61236a0ab0630de1", "12273937fece44b3"]
-    tensors = stored_tensors(GOLDEN)
+    tensors = stored_tensors(folder)
     assert set(tensors) == {(kind, name) for kind in KINDS for name in SHAPES} | {("buffer", "seen")}
     for (kind, name), values in tensors.items():
         if kind != "buffer":

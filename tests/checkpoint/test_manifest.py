@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import struct
+import tracemalloc
+import zlib
 from itertools import pairwise
 
 import pytest
@@ -54,8 +58,49 @@ def test_digest_is_the_sha256_of_the_canonical_body():
     outer = json.loads(WHOLE.to_bytes())
     text = json.dumps(outer["body"], sort_keys=True, separators=(",", ":"))
     assert outer["sha256"] == hashlib.sha256(text.encode()).hexdigest()
-    assert outer["body"]["format_version"] == 1
-    assert outer["body"]["tensors"] == [["w", "weight", "F32", [4, 3], [[0, 5, 0, 0], [5, 12, 0, 100]]]]
+    assert outer["body"]["format_version"] == 2
+    assert outer["body"]["tensors"] == [["w", "weight", "F32", [4, 3], 2]]
+
+
+def test_columns_are_what_the_format_says():
+    body = json.loads(WHOLE.to_bytes())["body"]
+    assert struct.unpack("<2I", base64.b64decode(body["files"][0]["chunk_crcs"])) == (1, 2**32 - 1)
+    steps = {
+        name: list(struct.unpack("<2q", zlib.decompress(base64.b64decode(column))))
+        for name, column in body["pieces"].items()
+    }
+    assert steps == {"start": [0, 5], "stop": [5, 7], "file": [0, 0], "offset": [0, 100]}
+
+
+def signed(body: dict) -> bytes:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}).encode()
+
+
+def test_format_1_is_read_as_the_same_manifest():
+    body = json.loads(WHOLE.to_bytes())["body"] | {"format_version": 1}
+    del body["pieces"]
+    body["tensors"] = [["w", "weight", "F32", [4, 3], [[0, 5, 0, 0], [5, 12, 0, 100]]]]
+    body["files"] = [body["files"][0] | {"chunk_crcs": [1, 2**32 - 1]}]
+    assert Manifest.from_bytes(signed(body), "here") == WHOLE
+
+
+@pytest.mark.parametrize("column", ["", "no base64!", base64.b64encode(b"not deflated").decode(), None, 7])
+def test_column_that_cannot_be_read_is_an_error(column):
+    body = json.loads(WHOLE.to_bytes())["body"]
+    body["pieces"]["stop"] = column
+    with pytest.raises(CheckpointError, match="column"):
+        Manifest.from_bytes(signed(body), "here")
+
+
+def test_column_never_takes_more_memory_than_its_integers():
+    body = json.loads(WHOLE.to_bytes())["body"]
+    body["pieces"]["stop"] = base64.b64encode(zlib.compress(bytes(1 << 26))).decode()
+    tracemalloc.start()
+    with pytest.raises(CheckpointError, match="column"):
+        Manifest.from_bytes(signed(body), "here")
+    assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -108,13 +153,13 @@ def test_other_files_are_no_manifest(data):
         Manifest.from_bytes(data, "here")
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None])
+@pytest.mark.parametrize("version", [0, 3, "1", None, True])
 def test_unknown_version_is_named(version):
     outer = json.loads(WHOLE.to_bytes())
     outer["body"]["format_version"] = version
     with pytest.raises(CheckpointError, match="another format") as caught:
         Manifest.from_bytes(json.dumps(outer).encode(), "here")
-    assert (caught.value.got, caught.value.wanted) == (version, 1)
+    assert (caught.value.got, caught.value.wanted) == (version, "1 or 2")
 
 
 def test_tied_names_find_the_stored_tensor():

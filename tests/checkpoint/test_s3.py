@@ -8,7 +8,7 @@ import os
 import pytest
 
 from raydz.checkpoint import open_checkpoint
-from raydz.errors import CheckpointError
+from raydz.errors import CheckpointError, StorageError
 from raydz.storage import S3Options, open_store
 from tests.checkpoint.states import Setup, assert_same_bits, build, load_and_save, stored_tensors, train, train_and_save
 
@@ -97,4 +97,28 @@ def test_missing_and_damaged_objects_are_named(s3_env, bucket):
         engine.load_checkpoint(uri, options=options)
     with pytest.raises(CheckpointError, match="no committed checkpoint"):
         engine.load_checkpoint(f"s3://{bucket}/nowhere", options=options)
+    engine.destroy()
+
+
+def test_object_that_is_replaced_while_it_is_read_is_noticed(s3_env, bucket, monkeypatch):
+    """The condition of the ranged reads tells it, before any checksum does."""
+    from raydz.checkpoint.reader import CheckpointReader
+
+    uri, options = f"s3://{bucket}/replaced", S3Options(endpoint_url=s3_env.endpoint_url)
+    engine = build(SETUP)
+    engine.save_checkpoint(uri, options=options)
+    store = open_store(uri, options)
+    folder, manifest = open_checkpoint(store)
+    key, usual = f"{folder}/{manifest.files[0].path}", CheckpointReader.check_there
+
+    def check_and_replace(self, indices):
+        usual(self, indices)
+        data = bytearray(store.get(key))
+        data[-1] ^= 4
+        store.put(key, bytes(data))
+
+    monkeypatch.setattr(CheckpointReader, "check_there", check_and_replace)
+    with pytest.raises(StorageError, match="replaced") as caught:
+        engine.load_checkpoint(uri, options=options)
+    assert caught.value.where == f"s3://{bucket}/replaced/{key}"
     engine.destroy()

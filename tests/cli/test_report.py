@@ -11,6 +11,7 @@ from raydz.cli.finding import Finding, guarded
 from raydz.cli.report import closing_line
 from raydz.errors import StorageError
 from tests.cli.conftest import run_raydz
+from tests.support import old_store as old
 
 S3_PACKAGES = ("boto3", "botocore", "s3transfer", "awscrt")
 
@@ -101,6 +102,17 @@ def test_a_bucket_that_cannot_be_used_is_a_finding_and_exit_code_1(s3_env, raydz
     assert found["state"] == "broken"
     assert "bucket does not exist" in found["detail"]
     assert found["remedy"]
+
+
+@pytest.mark.s3
+def test_a_weak_store_is_odd_and_can_be_used(s3_env, raydz_command):
+    with old.old_store(s3_env.endpoint_url, *old.CHECKSUMS) as proxy:
+        result = raydz_command(
+            "report", "--json", "--s3", f"s3://{s3_env.bucket()}/x", "--endpoint-url", proxy.endpoint_url
+        )
+    assert result.exit_code == 0
+    (found,) = [f for f in json.loads(result.stdout)["findings"] if f["name"] == "s3"]
+    assert found["state"] == "odd" and found["detail"].endswith("does not keep its promise about: checksums")
 
 
 def test_a_failing_look_becomes_a_finding_and_keeps_what_was_found_before():

@@ -49,7 +49,7 @@ def test_all_faults_are_reported_at_once():
     given = {
         "model": {"num_attention_heads": 5, "num_key_value_heads": 2},
         "train": {"steps": "many", "threads": 1.5, "lgo_every": 1},
-        "zero_optimization": {"stage": 4, "zero_quantized_weights": True},
+        "zero_optimization": {"stage": 4, "mics_hierarchical_params_gather": True},
         "optimizer": {"type": "Lamb", "params": {"freeze_step": 3}},
         "fp16": {"enabled": True, "hysteresis": 0},
         "scaling": {"num_workers": 0},
@@ -65,7 +65,7 @@ def test_all_faults_are_reported_at_once():
         "train.threads: wrong value (got 1.5, wanted a whole number or 'auto')",
         "train.lgo_every: unknown key; did you mean log_every?",
         "zero_optimization.stage: wrong value (got 4, wanted at most 3)",
-        "zero_optimization.zero_quantized_weights: raydz does not do this",
+        "zero_optimization.mics_hierarchical_params_gather: raydz does not do this",
         "optimizer.type: raydz does not have this type (got 'Lamb')",
         "fp16.hysteresis: wrong value (got 0, wanted more than 0)",
         "scaling.num_workers: wrong value (got 0, wanted more than 0)",

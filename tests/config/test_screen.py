@@ -79,7 +79,7 @@ def test_old_and_new_spelling_together_are_refused():
         ({"sequence_parallel_size": 2}, "sequence_parallel_size"),
         ({"elasticity": {"enabled": True, "max_train_batch_size": 4}}, "elasticity"),
         ({"optimizer": {"type": "Lamb", "params": {"momentum": 0.9}}}, "optimizer.type"),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size"),
+        ({"zero_optimization": {"zeropp_loco_param": {"err_beta": 0.8}}}, "zero_optimization.zeropp_loco_param"),
     ],
 )
 def test_what_raydz_does_not_do_is_refused_by_name_with_the_reason(given, name):
@@ -93,7 +93,7 @@ def test_article_file_parses_and_is_refused_by_name_when_training(configs, warne
     zero = article.zero_optimization
     assert (zero.stage, zero.reduce_bucket_size, zero.stage3_prefetch_bucket_size) == (3, 50_000_000, 50_000_000)
     assert zero.stage3_param_persistence_threshold == 100_000 and article.optimizer.params.lr == 1e-4
-    assert "overlap_comm has no effect here" in warned()
+    assert "zero_optimization" not in warned()
     with pytest.raises(ConfigError) as caught:
         check_trainable(article)
     for part in ("offload_optimizer", "offload_param"):

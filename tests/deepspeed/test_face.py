@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DistributedSampler, TensorDataset
 
@@ -338,6 +339,22 @@ def test_gathered_parameters_are_whole_and_rank_zero_may_change_them(ranks) -> N
     for first, second in ranks(2).run(gather_and_change):
         assert first == pytest.approx(whole, abs=1e-5)
         assert second == 96.0
+
+
+def save_weights(rank: int, world_size: int, folder: str, gathers: bool) -> bool:
+    key = {"stage": 3, "stage3_gather_16bit_weights_on_model_save": gathers}
+    engine = start(sections={"zero_optimization": key, "bf16": {"enabled": True}})[0]
+    saved = engine.save_16bit_model(folder, "half.safetensors")
+    engine.destroy()
+    return saved
+
+
+def test_16bit_weights_are_saved_where_the_key_says_so_and_else_false_is_returned(ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(save_weights, str(tmp_path), False) == [False, False] and not list(tmp_path.iterdir())
+    assert ranks(2).run(save_weights, str(tmp_path), True) == [True, True]
+    state = load_file(tmp_path / "half.safetensors")
+    wanted = {name: value.to(torch.bfloat16) for name, value in network().state_dict().items()}
+    assert state.keys() == wanted.keys() and all(torch.equal(state[name], wanted[name]) for name in wanted)
 
 
 def test_parameters_without_an_engine_are_whole_anyway() -> None:

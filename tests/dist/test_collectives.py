@@ -63,6 +63,31 @@ def test_the_numbers_can_tell_orders_apart() -> None:
     assert not np.array_equal(backwards, ordered_sum(3, torch.float32))
 
 
+def all_reduce_a_shard(rank: int, world_size: int, in_order: bool) -> tuple[np.ndarray, int, bool]:
+    """This rank's share of a sum that everybody receives, what it sent, and whether 1 was in the result before."""
+    comm = communicator()
+    comm._ordered = in_order  # not in order is what NCCL does; gloo can, too
+    shard = NUMEL // world_size
+    out, added = torch.full((shard,), math.nan), torch.ones(shard)
+    comm.all_reduce_to_shard(values_of(rank), out).wait()
+    sent = comm.clock.elements_sent
+    comm.all_reduce_to_shard(values_of(rank), added, accumulate=True).wait()
+    return out.numpy(), sent, torch.equal(added, 1 + out)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_all_reduce_leaves_each_rank_its_shard_and_sends_twice(ranks, world: int, in_order: bool) -> None:
+    found = ranks(world).run(all_reduce_a_shard, in_order)
+    whole, wanted = np.concatenate([share for share, _, _ in found]), ordered_sum(world, torch.float32)
+    if in_order:
+        assert whole.tobytes() == wanted.tobytes()
+    else:
+        magnitude = sum(values_of(rank).abs().numpy() for rank in range(world))
+        assert (np.abs(whole - wanted) <= world * np.finfo(np.float32).eps * magnitude).all()
+    assert all(sent == 2 * NUMEL * (world - 1) // world and adds for _, sent, adds in found)
+
+
 def accumulate(rank: int, world_size: int) -> list[float]:
     comm = communicator()
     out = torch.tensor([100.0, 200.0])

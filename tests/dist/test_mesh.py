@@ -66,6 +66,44 @@ def test_a_shard_size_that_does_not_divide_is_refused(shard_size: int) -> None:
     assert "parallel.shard_size" in str(caught.value) and "a divisor of 6" in str(caught.value)
 
 
+@given(near=st.integers(2, 4), groups=st.integers(2, 4), replicas=st.integers(1, 3))
+def test_near_ranks_are_neighbours_within_one_shard_group(near: int, groups: int, replicas: int) -> None:
+    shape = MeshShape.for_world(near * groups * replicas, shard_size=near * groups, near_size=near)
+    for rank in range(shape.world_size):
+        ranks = shape.near_ranks(rank)
+        assert rank in ranks and ranks == list(range(ranks[0], ranks[0] + near)) and ranks[0] % near == 0
+        assert set(ranks) <= set(shape.shard_ranks(rank))
+
+
+@pytest.mark.parametrize("near_size", [0, 1, 6])
+def test_one_rank_or_all_of_them_make_no_near_group(near_size: int) -> None:
+    assert MeshShape.for_world(6, near_size=near_size).near is None
+
+
+@pytest.mark.parametrize(("world", "shard_size", "near_size"), [(6, None, 4), (4, None, 8), (4, 2, 4)])
+def test_near_ranks_that_do_not_divide_a_shard_group_are_refused(world, shard_size, near_size) -> None:
+    with pytest.raises(ConfigError, match="zero_hpz_partition_size") as caught:
+        MeshShape.for_world(world, shard_size=shard_size, near_size=near_size)
+    assert caught.value.got == near_size
+
+
+def build_near(rank: int, world_size: int) -> tuple[int, int]:
+    import torch.distributed as dist
+
+    from raydz.dist import Mesh
+
+    mesh = Mesh(MeshShape.for_world(world_size, near_size=2), rank)
+    found = (dist.get_process_group_ranks(mesh.near_group)[0], dist.get_rank(mesh.near_group))
+    known = len(dist.distributed_c10d._world.pg_map)
+    mesh.close()
+    assert len(dist.distributed_c10d._world.pg_map) == known - 3 and mesh.near_group is None
+    return found
+
+
+def test_every_rank_gets_its_near_group_and_closing_destroys_it(ranks) -> None:
+    assert ranks(4).run(build_near) == [(0, 0), (0, 1), (2, 0), (2, 1)]
+
+
 def build_and_close(rank: int, world_size: int) -> list[tuple[int, int] | None]:
     """(size, rank) in each group of a mesh with two replicas, then of nothing after closing it."""
     import torch.distributed as dist

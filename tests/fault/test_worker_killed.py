@@ -5,41 +5,22 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.runs import losses, read_lines, small_config, start_driver
+from tests.support.runs import (
+    assert_gone,
+    losses,
+    read_lines,
+    small_config,
+    start_driver,
+    wait_for_checkpoint,
+    wait_for_step,
+    worker_pids,
+)
 
 pytestmark = pytest.mark.ray
-
-
-def wait_for_step(root: Path, name: str, step: int, process, limit_s: float = 120) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        lines = read_lines(root / name / "journal.jsonl")
-        if lines and lines[-1]["step"] >= step:
-            return
-        assert process.poll() is None, "the driver ended early"
-        time.sleep(0.05)
-    raise AssertionError(f"step {step} was not reached")
-
-
-def worker_pids(root: Path, name: str) -> list[int]:
-    """Pids of the newest attempt's ranks, in rank order."""
-    events = [event for event in read_lines(root / name / "events.jsonl") if event["event"] == "ranks"]
-    return [int(place.rpartition(":")[2]) for place in events[-1]["processes"]]
-
-
-@pytest.fixture(scope="module")
-def straight(ray_cluster, tmp_path_factory) -> dict[int, float]:
-    """Losses of the run that nothing happened to."""
-    root = tmp_path_factory.mktemp("straight")
-    options = {"config": small_config(root, "straight"), "loss": "slow_loss"}
-    process = start_driver(options, root / "driver", ray_cluster.env)
-    assert process.wait(timeout=240) == 0, (root / "driver" / "driver.log").read_text()[-3000:]
-    return losses(root, "straight")
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["rank1", "rank0"])
@@ -47,7 +28,8 @@ def test_a_killed_worker_does_not_end_the_run(ray_cluster, straight, tmp_path: P
     tracking = {"mlflow": True, "mlflow_uri": f"sqlite:///{tmp_path}/mlflow.db"}
     config = small_config(tmp_path, "killed", tracking=tracking)
     process = start_driver({"config": config, "loss": "slow_loss"}, tmp_path / "driver", ray_cluster.env)
-    wait_for_step(tmp_path, "killed", 12, process)
+    wait_for_step(tmp_path, "killed", 14, process)  # the checkpoint of step 10 is saved behind the steps after it
+    wait_for_checkpoint(tmp_path, "killed", 10, process)
     victims = worker_pids(tmp_path, "killed")
     os.kill(victims[rank], signal.SIGKILL)
     assert process.wait(timeout=240) == 0, (tmp_path / "driver" / "driver.log").read_text()[-5000:]
@@ -55,8 +37,26 @@ def test_a_killed_worker_does_not_end_the_run(ray_cluster, straight, tmp_path: P
     assert losses(tmp_path, "killed") == straight
     starts = [e["step"] for e in read_lines(tmp_path / "killed" / "events.jsonl") if e["event"] == "start"]
     assert starts == [0, 10], "the second attempt begins at the newest checkpoint"
+    assert_told(tmp_path)
     assert_one_mlflow_run(tmp_path, json.loads((tmp_path / "driver" / "result.json").read_text())["mlflow_run_id"])
     assert_gone([*victims, *worker_pids(tmp_path, "killed")])
+
+
+def assert_told(root: Path) -> None:
+    """The failure and what it cost are events, and metrics of every step after it."""
+    events = read_lines(root / "killed" / "events.jsonl")
+    [failure] = [event for event in events if event["event"] == "failure"]
+    assert (failure["kind"], failure["decision"], failure["attempt"]) == ("killed", "restart", 0)
+    assert failure["failed_step"] > 14 and failure["reason"].startswith("failure 1 of at most 3")
+    [recovered] = [event for event in events if event["event"] == "recovered"]
+    assert (recovered["step"], recovered["from_step"], recovered["restarts"]) == (11, 10, 1)
+    assert recovered["lost_steps"] == failure["failed_step"] - 1 - 10
+    seconds = recovered["recovery_s"]
+    phases = [seconds[name] for name in ("detect", "start", "load", "first_step")]
+    assert all(phases) and sum(phases) == pytest.approx(seconds["total"], abs=0.01) and seconds["total"] < 120
+    after = read_lines(root / "killed" / "journal.jsonl")[-1]
+    assert after["restarts"] == 1 and after["recovery_s"] == pytest.approx(seconds["total"], abs=0.01)
+    print("recovery_s", seconds)
 
 
 def assert_one_mlflow_run(root: Path, run_id: str) -> None:
@@ -70,12 +70,6 @@ def assert_one_mlflow_run(root: Path, run_id: str) -> None:
     for name in ("loss", "memory_peak_bytes", "step_time_s", "comm_share"):
         steps = [point.step for point in client.get_metric_history(run_id, name)]
         assert sorted(step for step in steps if step) == list(range(1, 21)), name
-
-
-def assert_gone(pids: list[int], limit_s: float = 10.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return
-        time.sleep(0.1)
-    raise AssertionError("worker processes outlive the run")
+    recovery = client.get_metric_history(run_id, "recovery_s/start")
+    assert recovery and all(point.step > 10 for point in recovery)
+    assert runs[0].data.tags["raydz.attempt.0.failure"].startswith("killed: ")

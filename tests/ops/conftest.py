@@ -24,5 +24,5 @@ def isa(request):
 @pytest.fixture
 def without_kernels(monkeypatch):
     """Run the test as on a machine that has no compiled kernels."""
-    for module in ("adamw", "rounding", "reduction"):
+    for module in ("adamw", "elementwise", "rounding", "reduction"):
         monkeypatch.setattr(f"raydz.ops.{module}.kernels_for", lambda tensor: None)

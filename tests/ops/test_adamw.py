@@ -13,6 +13,7 @@ import torch
 from raydz.errors import ConfigError, LayoutError
 from raydz.ops import adamw_step, merge_master, round_bf16, split_master
 from raydz.ops.adamw import Buffers, adamw_reference, step_scalars
+from raydz.ops.stochastic import Noise, random_words, round_stochastic
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 SETTINGS = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -53,9 +54,9 @@ class State:
     def step(self, step, *, threads=1, **settings):
         return adamw_step(**vars(self), **{**SETTINGS, **settings}, step=step, threads=threads)
 
-    def reference_step(self, step, *, decoupled=True, **settings):
+    def reference_step(self, step, *, decoupled=True, noise=None, **settings):
         scalars = step_scalars(**{**SETTINGS, **settings}, step=step, decoupled=decoupled)
-        return adamw_reference(Buffers(**vars(self)), scalars, decoupled)
+        return adamw_reference(Buffers(**vars(self)), scalars, decoupled, noise)
 
 
 def assert_same_bits(left: State, right: State):
@@ -231,3 +232,75 @@ def test_impossible_settings_are_named(name, value):
     with pytest.raises(ConfigError) as caught:
         adamw_step(**vars(State.random(8)), **{**SETTINGS, "step": 1, name: value})
     assert caught.value.where == name
+
+
+def by_hand(state: State, noise: Noise, **settings) -> State:
+    """A step on fp32 copies, then each bf16 tensor rounded by its lane."""
+    wide = State(*(t if t is None or t.dtype == torch.int16 else t.float() for t in vars(state).values()))
+    wide.grad, wide.out = state.grad, state.out
+    if state.low is not None:
+        wide.master, wide.low = merge_master(state.master, state.low), None
+    wide.reference_step(3, **settings)
+    words = random_words(noise.key, noise.first, noise.first + wide.master.numel(), torch.device("cpu"))
+    if state.low is not None:
+        wide.master, wide.low = split_master(wide.master)
+    for lane, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
+        kept = getattr(state, name)
+        if kept.dtype == torch.bfloat16 and not (name == "master" and state.low is not None):
+            rounded = torch.empty_like(kept)
+            round_stochastic(getattr(wide, name), words, lane, rounded)
+            setattr(wide, name, rounded)
+    return wide
+
+
+def in_bf16(state: State, names) -> State:
+    return State(**{name: t.bfloat16() if name in names else t for name, t in vars(state).items()})
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+CHANCES = [(MOMENTS, True), (MOMENTS, False), (("master", *MOMENTS), False), (("master",), False), (MOMENTS[:1], True)]
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("grad_dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("names", "split"), CHANCES, ids=str)
+def test_kernels_round_bf16_states_by_the_same_chance(isa, grad_dtype, names, split):
+    for numel in [*range(0, 66, 5), 7, 511, 513, 1031]:
+        start = State.random(numel, grad_dtype=grad_dtype, split=split, seed=numel)
+        kernel = in_bf16(start, names).moved(numel % 4)
+        noise = Noise(numel * 0x1234567, 1 << 33)
+        expected = by_hand(kernel.moved(), noise, grad_scale=0.37)
+        reference = kernel.moved()
+        kernel.step(3, noise=noise, grad_scale=0.37)
+        assert_same_bits(kernel, expected)
+        reference.reference_step(3, noise=noise, grad_scale=0.37)
+        assert_same_bits(reference, expected)
+
+
+@pytest.mark.native
+def test_kernels_round_any_bit_pattern_by_the_same_chance(isa):
+    numel = 1 << 15
+    words = torch.randint(-(2**31), 2**31, (4, numel), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    kernel = in_bf16(State(*words.view(torch.float32)), ("master", *MOMENTS))
+    reference = kernel.moved()
+    kernel.step(7, noise=Noise(3))
+    reference.reference_step(7, noise=Noise(3))
+    assert_same_bits(kernel, reference)
+
+
+@pytest.mark.native
+def test_neither_cuts_nor_threads_change_a_rounding(isa):
+    whole, cut, threaded = (in_bf16(State.random(300_001, split=True), MOMENTS) for _ in range(3))
+    whole.step(2, noise=Noise(11, 40))
+    threaded.step(2, noise=Noise(11, 40), threads=3)
+    for low, high in ((0, 1), (1, 700), (700, 70_001), (70_001, 300_001)):
+        part = State(**{name: None if t is None else t[low:high] for name, t in vars(cut).items()})
+        part.step(2, noise=Noise(11, 40 + low))
+    assert_same_bits(cut, whole)
+    assert_same_bits(threaded, whole)
+
+
+def test_bf16_moments_need_noise():
+    with pytest.raises(LayoutError) as caught:
+        in_bf16(State.random(8), MOMENTS).step(1)
+    assert caught.value.where == "exp_avg"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raydz.errors import LayoutError
-from raydz.ops import sum_rows, sum_squares
+from raydz.ops import sum_rows, sum_squares, sum_squares_of_all
 from raydz.ops.reduction import sum_rows_reference, sum_squares_reference
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,13 +49,15 @@ def test_squares_are_added_in_the_documented_order(isa, dtype, offset):
 def test_reference_adds_squares_in_the_documented_order(dtype):
     pool = torch.randn(13_000).to(dtype)
     for numel in (0, 1, 15, 16, 17, 4095, 4096, 4097, 12_345):
-        assert sum_squares_reference(pool[1 : 1 + numel]) == ordered_sum_squares(pool[1 : 1 + numel].tolist()), numel
+        assert sum_squares_reference([pool[1 : 1 + numel]])[0] == ordered_sum_squares(pool[1 : 1 + numel].tolist()), (
+            numel
+        )
 
 
 @pytest.mark.native
 def test_kernels_equal_the_reference_beyond_one_group_and_with_threads(isa):
     values = torch.randn(1_200_001)
-    expected = sum_squares_reference(values)
+    (expected,) = sum_squares_reference([values])
     assert [sum_squares(values, threads=threads) for threads in (1, 2, 3, 7)] == [expected] * 4
 
 
@@ -114,3 +116,9 @@ def test_a_wrong_buffer_is_named():
         sum_rows(torch.zeros(4, 4).t(), torch.zeros(4))
     with pytest.raises(LayoutError, match="where:  out"):
         sum_rows(torch.zeros(2, 4), torch.zeros(5))
+
+
+def test_several_sums_are_those_of_each_alone():
+    tensors = [torch.randn(numel, generator=torch.Generator().manual_seed(numel)) for numel in (0, 5, 4097, 9000)]
+    alone = [ordered_sum_squares(values.tolist()) for values in tensors]
+    assert sum_squares_of_all(tensors) == alone == sum_squares_reference(tensors)

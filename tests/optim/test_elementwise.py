@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from raydz.errors import ConfigError
-from raydz.optim import WeightShard, build_optimizer
+from raydz.optim import Update, WeightShard, build_optimizer
 from tests.optim.references import Lion
 
 STEPS, NUMEL = 6, 101
@@ -49,7 +49,7 @@ def run(optimizer, dtype: torch.dtype, bounds=(0, NUMEL), grad_scale: float = 1.
             optimizer.update(
                 shard.slice(start, stop), gradient(step, numel)[start:stop],
                 {k: t[start:stop] for k, t in state.items()},
-                step=step, lr=LR, weight_decay=optimizer.weight_decay, grad_scale=grad_scale,
+                Update(step, LR, optimizer.weight_decay, grad_scale),
             )  # fmt: skip
     return shard.master()
 

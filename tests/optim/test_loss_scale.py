@@ -23,7 +23,8 @@ def deepspeed_scales(overflows: list[bool], rule: LossScaleRule, scale: float) -
         else:
             if rule.refills_each_step:
                 hysteresis = rule.hysteresis
-            if (iteration - last_overflow) % rule.window == 0:
+            stable = iteration - last_overflow - 1
+            if stable > 0 and stable % rule.window == 0:
                 hysteresis = rule.hysteresis
                 scale *= 2
         scales.append(scale)
@@ -64,7 +65,7 @@ def test_a_static_scale_never_moves_and_each_overflow_is_stuck() -> None:
 def test_a_state_survives_json_and_goes_on_where_it_was() -> None:
     rule = LossScaleRule(window=3, hysteresis=2)
     state = LossScale.start(rule, 64.0)
-    for overflow in (True, False, False):
+    for overflow in (True, False, False, False):
         state = state.after(overflowed=overflow)
     loaded = LossScale.start(rule, 2.0**16).from_state(json.loads(json.dumps(state.to_state())))
     assert loaded == state

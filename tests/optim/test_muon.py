@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from raydz.errors import ConfigError
-from raydz.optim import Muon, WeightShard, build_optimizer
+from raydz.optim import Muon, Update, WeightShard, build_optimizer
 
 
 def gradient(shape, step: int) -> torch.Tensor:
@@ -30,7 +30,7 @@ def test_standard_follows_torch(shape, nesterov: bool, dtype) -> None:
         reference.step()
         direction = optimizer.direction(gradient(shape, step).view(-1), state, grad_scale=0.5)
         update = optimizer.orthogonal(direction.view(shape)).reshape(-1)
-        optimizer.apply(shard, update, shape, lr=0.05, weight_decay=0.1)
+        optimizer.apply(shard, update, shape, Update(step, 0.05, 0.1))
     # An ulp in a momentum may turn a bf16 rounding, 2^-9 of an element, which the iteration grows by up to 3.4^5 in
     # the smallest of singular values alone.
     torch.testing.assert_close(shard.master().view(shape), weight.detach(), rtol=0, atol=0.05 * 2**-7)

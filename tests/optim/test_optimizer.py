@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from raydz.errors import ConfigError
-from raydz.optim import WeightShard, build_optimizer
+from raydz.optim import Update, WeightShard, build_optimizer
 
 STEPS, NUMEL = 5, 37
 
@@ -27,7 +27,7 @@ def run(optimizer, dtype: torch.dtype, pieces: int = 1, grad_scale: float = 1.0)
         for start, stop in itertools.pairwise(bounds):
             optimizer.update(
                 shard.slice(start, stop), gradient(step)[start:stop], {k: t[start:stop] for k, t in state.items()},
-                step=step, lr=optimizer.lr, weight_decay=optimizer.weight_decay, grad_scale=grad_scale,
+                Update(step, optimizer.lr, optimizer.weight_decay, grad_scale),
             )  # fmt: skip
     return shard.master()
 

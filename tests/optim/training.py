@@ -29,13 +29,17 @@ class Case:
     schedule: bool = False
     shard_size: int | None = None
     ns_method: str = "gram"
+    keys: tuple[str, ...] = ()
+    """Of `bf16`, that are true."""
+    seed: int = 0
+    model: Callable[[], nn.Module] = Plain
 
     def with_(self, **changes: Any) -> Case:
         return replace(self, **changes)
 
     def run(self) -> Run:
         zero = (("reduce_bucket_size", self.bucket),) if self.bucket else ()
-        return Run(Plain, stage=self.stage, bf16=self.bf16, zero=zero, accumulation=self.accumulation)
+        return Run(self.model, stage=self.stage, bf16=self.bf16, zero=zero, accumulation=self.accumulation)
 
 
 MUON = {"momentum": 0.9, "betas": (0.8, 0.9), "eps": 1e-4, "muon_lr": 3e-2, "adam_lr": 2e-2}
@@ -76,6 +80,10 @@ def start(case: Case):
     if case.schedule:
         params = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 2, "warmup_type": "linear"}
         sections["scheduler"] = {"type": "WarmupLR", "params": params}
+    if case.keys:
+        sections["bf16"] = {"enabled": True, **dict.fromkeys(case.keys, True)}
+    if case.seed:
+        sections["seed"] = case.seed
     if case.shard_size:
         sections["parallel"] = {"shard_size": case.shard_size}
     return raydz.engine.initialize(

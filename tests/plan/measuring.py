@@ -27,14 +27,20 @@ def measure(rank: int, world_size: int, config: Config) -> dict[str, int]:
     for _ in range(2):
         backwards(engine, config, rank)
         engine.step()
-    before = engine.clock.elements_sent
+    before, before_bytes = engine.clock.elements_sent, bytes_sent(engine)
     peaks.update(dict.fromkeys(peaks, 0))
     backwards(engine, config, rank)
     found = held(engine) | peaks
     engine.step()
     found["sent"] = engine.clock.elements_sent - before
+    found["sent_bytes"] = bytes_sent(engine) - before_bytes
     engine.destroy()
     return found
+
+
+def bytes_sent(engine: Any) -> int:
+    comms = engine.comms
+    return sum(comm.bytes_sent for comm in {comms.gather, comms.reduce, comms.world, comms.near} if comm is not None)
 
 
 def backwards(engine: Any, config: Config, rank: int) -> None:
@@ -70,7 +76,7 @@ def held(engine: Any) -> dict[str, int]:
     if engine.average is not None:
         moments += engine.average.values
     parts: dict[str, list[Tensor | None]] = {
-        "weights": [t for g in groups for t in (g.full if g.keeps_parameters else None, g.weights.compute)],
+        "weights": [t for g in groups for t in (g.full if g.keeps_parameters else None, g.weights.compute, second(g))],
         "masters": [t for g in groups for t in (g.weights.low, g.weights.separate)],
         "moments": moments,
         "gradients": [grads._full for grads in gradients if grads._full is not grads.reduced or not is_sum(grads)],
@@ -79,6 +85,12 @@ def held(engine: Any) -> dict[str, int]:
     seen: set[int] = set()
     found = {name: size(parts[name], seen) for name in _STATES}
     return found | {"total": sum(found.values())}
+
+
+def second(group: Any) -> Tensor | None:
+    """This rank's part of the copy that near ranks keep."""
+    copy = group.gathering.second if group.gathering is not None else None
+    return None if copy is None else copy.values
 
 
 def is_sum(grads: Any) -> bool:

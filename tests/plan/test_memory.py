@@ -50,6 +50,17 @@ def test_model_states_are_the_bytes_of_the_engines_tensors(ranks, world: int, st
     compare(ranks, world, config_of(stage, bf16={"enabled": bf16}))
 
 
+@pytest.mark.parametrize(
+    "keys", [("bf16_optimizer_states",), ("bf16_optimizer_states", "bf16_master_weights_and_grads")]
+)
+@pytest.mark.parametrize(
+    ("stage", "accumulation"), [(0, 1), (3, 1), *(pytest.param(s, 3, marks=pytest.mark.slow) for s in range(4))]
+)
+def test_bf16_states_and_masters_cost_what_the_plan_says(ranks, stage: int, accumulation: int, keys) -> None:
+    bf16 = {"enabled": True, **dict.fromkeys(keys, True)}
+    compare(ranks, 2, config_of(stage, bf16=bf16, gradient_accumulation_steps=accumulation))
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_summing_micro_batches_costs_what_the_plan_says(ranks, stage: int) -> None:
     compare(ranks, 2, config_of(stage, bf16={"enabled": True}, gradient_accumulation_steps=3))
@@ -97,6 +108,39 @@ def test_a_step_sends_the_elements_that_the_plan_counts(ranks, world: int, stage
     plan = plan_of(config, world)
     for found in ranks(world).run(measure, config):
         assert 4 * found["sent"] == plan.traffic.total
+
+
+INT8 = {"zero_quantized_weights": True, "zero_quantized_gradients": True}
+NEAR = {"zero_hpz_partition_size": 2}
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize(
+    ("world", "zero"),
+    [
+        (2, INT8),
+        (2, {"zero_quantized_nontrainable_weights": True}),
+        pytest.param(3, INT8, marks=pytest.mark.slow),
+        pytest.param(4, NEAR, marks=pytest.mark.slow),
+        pytest.param(4, NEAR | INT8, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_zeropp_holds_and_sends_the_bytes_that_the_plan_counts(ranks, world: int, zero: dict, bf16: bool) -> None:
+    config = config_of(3, zero=zero, bf16={"enabled": bf16}, gradient_accumulation_steps=3 if world == 4 else 2)
+    plan = plan_of(config, world)
+    for found in ranks(world).run(measure, config):
+        assert found["weights"] == plan.memory.weights
+        assert found["total"] == plan.memory.model_states
+        assert found["sent_bytes"] == plan.traffic.total
+
+
+def test_a_packed_row_is_as_long_as_the_plan_thinks() -> None:
+    from raydz.ops import quantise
+    from raydz.plan import groups
+
+    lengths = [*range(0, 3000, 7), 1 << 20, (1 << 20) + 16]
+    assert [groups.packed_bytes(n) for n in lengths] == [quantise.packed_bytes(n) for n in lengths]
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 30_000, None])

@@ -62,6 +62,9 @@ def test_no_option_can_hold_a_key() -> None:
         ("read_timeout_s", -1.0),
         ("part_bytes_min", 1 << 20),
         ("part_bytes_max", 1 << 20),
+        ("bandwidth_limit", 0.0),
+        ("read_back", "never"),
+        ("conditional_put", "ignore"),
         ("sse_kms_key_id", "a-key-without-aws:kms"),
     ],
 )

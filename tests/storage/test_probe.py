@@ -39,6 +39,24 @@ class Undeletable(Overwriting):
         raise StorageError("no deletes here")
 
 
+class Unconditional(LocalStore):
+    """Answers conditional puts with an error, as Swift does (HTTP 501)."""
+
+    def put(self, key, data, *, if_absent=False) -> None:
+        if if_absent:
+            raise StorageError("the store does not know this operation")
+        super().put(key, data)
+
+
+@pytest.mark.parametrize("kind", [Overwriting, Unconditional])
+def test_a_store_without_conditions_may_be_allowed(tmp_path: Path, kind: type[LocalStore]) -> None:
+    with pytest.raises(StorageError):
+        probe(kind(tmp_path))
+    assert probe(kind(tmp_path), requires_conditions=False) is False
+    assert probe(LocalStore(tmp_path), requires_conditions=False) is True
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

@@ -258,9 +258,20 @@ def test_a_half_written_object_is_invisible_until_the_end(store: Store) -> None:
     assert store.list() == ["k"]
 
 
+def test_objects_are_listed_with_size_and_time(store: Store) -> None:
+    begin = time.time()
+    store.put("a/long", bytes(1000))
+    store.put("a/b/empty", b"")
+    store.put("c", b"xyz")
+    found = store.list_objects("a/")
+    assert [(each.key, each.bytes) for each in found] == [("a/b/empty", 0), ("a/long", 1000)]
+    assert all(begin - 2 <= each.modified <= time.time() + 2 for each in found)  # S3 tells whole seconds
+    assert [each.key for each in store.list_objects()] == store.list()
+
+
 def test_probe_passes_and_leaves_nothing(store: Store) -> None:
     begin = time.monotonic()
-    store.probe_writable()
+    assert store.probe_writable() == []
     assert time.monotonic() - begin < 10
     assert store.list() == []
 

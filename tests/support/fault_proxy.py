@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 Matches = Callable[[str, str], bool]
+STALL_S = 30.0
 
 
 @dataclass
@@ -23,7 +24,8 @@ class Fault:
     """Break the next `times` answers to requests that `matches(method, path)`.
 
     Kinds: `busy` answers 503 and never asks the server; `lost` lets the server do its work and drops the answer;
-    `reset` and `truncate` end the body halfway, with and without a TCP reset; `accept` turns any refusal into 200.
+    `reset` and `truncate` end the body halfway, with and without a TCP reset; `accept` turns any refusal into 200;
+    `break` resets the connection in the middle of the request's body; `stall` never answers, for `STALL_S`.
     """
 
     kind: str
@@ -39,6 +41,7 @@ class FaultProxy:
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    closing: threading.Event = field(default_factory=threading.Event)
 
     def next_fault(self, method: str, path: str) -> str | None:
         """Count the request; the kind of fault it meets."""
@@ -51,7 +54,9 @@ class FaultProxy:
         return None
 
 
-class _Handler(BaseHTTPRequestHandler):
+class FaultHandler(BaseHTTPRequestHandler):
+    """One connection; `ask` passes a request on and returns status, headers and body of the answer."""
+
     protocol_version = "HTTP/1.1"
     proxy: FaultProxy
     upstream: str
@@ -60,12 +65,21 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def _relay(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        length = int(self.headers.get("Content-Length", 0))
         fault = self.proxy.next_fault(self.command, self.path)
+        if fault == "break":
+            self.rfile.read(length // 2)
+            self._hang_up(reset=True)
+            return
+        body = self.rfile.read(length)
+        if fault == "stall":
+            self.proxy.closing.wait(STALL_S)
+            self._hang_up(reset=True)
+            return
         if fault == "busy":
             self._answer(503, {}, b"<Error><Code>SlowDown</Code><Message>slow down</Message></Error>")
             return
-        status, headers, content = self._ask(body)
+        status, headers, content = self.ask(body)
         if fault == "lost":
             self._hang_up(reset=True)
         elif fault in ("reset", "truncate"):
@@ -78,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _relay
 
-    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self.upstream, timeout=30)
         try:
             # The Host header is signed: the server must see the proxy's name.
@@ -122,10 +136,10 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def fault_proxy(upstream_url: str) -> Iterator[FaultProxy]:
+def fault_proxy(upstream_url: str, base: type[FaultHandler] = FaultHandler) -> Iterator[FaultProxy]:
     """Run a proxy in front of `upstream_url` (http only) for the length of a with block."""
 
-    class Handler(_Handler):
+    class Handler(base):  # type: ignore[misc, valid-type]
         upstream = urlsplit(upstream_url).netloc
 
     server = _Server(("127.0.0.1", 0), Handler)
@@ -135,6 +149,7 @@ def fault_proxy(upstream_url: str) -> Iterator[FaultProxy]:
     try:
         yield Handler.proxy
     finally:
+        Handler.proxy.closing.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -32,6 +32,18 @@ def broken_loss(model, batch):
     return causal_lm_loss(model, batch)
 
 
+def poisoned_loss(model, batch):
+    """A plain bug on rank 1 whenever it meets the batch of step 7."""
+    import numpy as np
+    import torch
+
+    rank = int(os.environ["RANK"])
+    seed_of_step_7 = int(np.random.SeedSequence((model.config.seed, 7, rank)).generate_state(3)[0])
+    if rank == 1 and torch.initial_seed() == seed_of_step_7:
+        raise ZeroDivisionError("a row that breaks the user's loss")
+    return slow_loss(model, batch)
+
+
 def hopeless_loss(model, batch):
     """A typed error on rank 1 that no restart mends."""
     from raydz.models import causal_lm_loss

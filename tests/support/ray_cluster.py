@@ -65,8 +65,8 @@ def end_orphans() -> None:
             stop_cluster(RayCluster({}, "", "", str(folder)))
 
 
-def start_cluster(num_cpus: int = 4) -> RayCluster:
-    """Start a head and wait until it answers."""
+def start_cluster(num_cpus: int = 4, **variables: str) -> RayCluster:
+    """Start a head, with these variables of its environment, and wait until it answers."""
     end_orphans()
     session_dir = tempfile.mkdtemp(prefix=f"rdz-{os.getpid()}-", dir="/tmp")
     port, dashboard = _port(), _port()
@@ -78,6 +78,7 @@ def start_cluster(num_cpus: int = 4) -> RayCluster:
         "RAY_DEDUP_LOGS": "0",
         "AWS_SHARED_CREDENTIALS_FILE": f"{session_dir}/aws-credentials",
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     env.pop("RAY_ADDRESS", None)
     command = [

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,39 @@ def losses(root: Path, name: str) -> dict[int, float]:
     lines = read_lines(root / name / "journal.jsonl")
     assert len({line["step"] for line in lines}) == len(lines), "a step was recorded twice"
     return {line["step"]: line["loss"] for line in lines}
+
+
+def wait_for_step(root: Path, name: str, step: int, process, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        lines = read_lines(root / name / "journal.jsonl")
+        if lines and lines[-1]["step"] >= step:
+            return
+        assert process.poll() is None, "the driver ended early"
+        time.sleep(0.05)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def wait_for_checkpoint(root: Path, name: str, step: int, process, limit_s: float = 120) -> Path:
+    """Folder of the step's checkpoint, once it is committed: saves go on while training does."""
+    folder, deadline = root / name / "checkpoints" / f"step-{step:010d}", time.monotonic() + limit_s
+    while not (folder / "manifest.json").exists():
+        assert time.monotonic() < deadline, f"the checkpoint of step {step} was not committed"
+        assert process.poll() is None, "the driver ended early"
+        time.sleep(0.05)
+    return folder
+
+
+def worker_pids(root: Path, name: str) -> list[int]:
+    """Pids of the newest attempt's ranks, in rank order."""
+    events = [event for event in read_lines(root / name / "events.jsonl") if event["event"] == "ranks"]
+    return [int(place.rpartition(":")[2]) for place in events[-1]["processes"]]
+
+
+def assert_gone(pids: list[int], limit_s: float = 10.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
+            return
+        time.sleep(0.1)
+    raise AssertionError("worker processes outlive the run")

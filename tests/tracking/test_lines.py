@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -73,3 +74,13 @@ def test_a_place_that_cannot_hold_a_folder_is_a_storage_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="file/sub"):
         LineFile(tmp_path / "file" / "sub" / "f.jsonl")
+
+
+def test_threads_append_whole_lines(tmp_path):
+    file = LineFile(tmp_path / "lines.jsonl")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda number: file.append({"number": number, "text": "x" * 500}), range(400)))
+    file.close()
+    found = [json.loads(line)["number"] for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert sorted(found) == list(range(400))
+    assert file._size == (tmp_path / "lines.jsonl").stat().st_size  # what a failed write is cut back to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -231,3 +232,51 @@ def test_configuration_in_the_manifest_loads_back(tmp_path):
     (path,) = (tmp_path / "runs/a/checkpoints").glob("*/manifest.json")
     stored = json.loads(path.read_text())["body"]["state"]["config"]
     assert load(stored).train == load(config).train
+
+
+# -- renamed parameters -----------------------------------------------------------------------------------------------
+
+
+class Deeper(nn.Module):
+    """`Dropping` under other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Dropping()
+
+    def forward(self, ids, position_ids=None, document_ids=None):
+        return self.body(ids)
+
+
+def test_key_map_is_for_the_named_checkpoint_and_not_for_the_runs_own(tmp_path):
+    """`^` meets every name: a second renaming, of the run's own checkpoint, would lose all of them."""
+    constant = {"scheduler": None}
+    source = run(run_config(tmp_path, train={"steps": 2}, **constant), model=Dropping).checkpoint_uri
+    path = tmp_path / "names.json"
+    path.write_text('{"regex": {"^": "body."}}')
+    branch = run_config(tmp_path, run={"name": "b"}, resume=source, resume_key_map=str(path), **constant)
+    with pytest.raises(Interrupted):
+        run(branch, model=Deeper, loss=InterruptingLoss(3))
+    run(branch, model=Deeper)
+    run(run_config(tmp_path, run={"name": "whole"}, **constant), model=Dropping)
+    assert [line["loss"] for line in journal(tmp_path, "b")] == column(tmp_path, "loss", "whole")[2:]
+    with pytest.raises(CheckpointError, match="lacks tensors"):
+        run(branch | {"run": {"name": "c", "root": str(tmp_path / "runs")}, "resume_key_map": None}, model=Deeper)
+
+
+def test_key_map_without_a_named_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="without the checkpoint") as caught:
+        run(run_config(tmp_path, resume_key_map="names.json"))
+    assert caught.value.where == "resume_key_map"
+
+
+def test_key_map_of_the_command_line_and_relative_to_the_working_directory(tmp_path, monkeypatch, capsys):
+    from raydz.config import resolve_paths
+    from raydz.train.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    resolved = resolve_paths(load(run_config(tmp_path, resume="x", resume_key_map="names.json")), tmp_path / "other")
+    assert resolved.resume_key_map == str(tmp_path / "names.json")
+    (tmp_path / "run.json").write_text(json.dumps(run_config(tmp_path)))
+    assert main(["--config", "run.json", "--key-map", "names.json"]) == 1
+    assert "resume_key_map" in capsys.readouterr().err

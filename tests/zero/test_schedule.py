@@ -52,16 +52,52 @@ def test_an_empty_pass_leaves_the_history() -> None:
     assert run(order, Pass.FORWARD, "a") == ["b"]
 
 
-def test_the_last_item_is_known_after_one_pass() -> None:
+SIZES, MOST = {"a": 1, "b": 20, "c": 300}.__getitem__, 10**9
+
+
+def test_the_distance_to_the_next_use_goes_through_the_rest_of_the_pass_and_the_backward_after_it() -> None:
+    order: UseOrder[str] = UseOrder()
+    run(order, Pass.FORWARD, "abc")
+    run(order, Pass.BACKWARD, "cba")
+    order.begin(Pass.FORWARD)
+    found = {}
+    for item in "abc":
+        order.advance(item)
+        found[item] = order.distance(item, SIZES, MOST)
+    assert found == {"a": 20 + 300 + 300 + 20, "b": 300 + 300, "c": 0}
+
+
+def test_a_use_that_is_too_far_off_is_not_looked_for() -> None:
+    order: UseOrder[str] = UseOrder()
+    run(order, Pass.FORWARD, "ab")
+    run(order, Pass.BACKWARD, "ba")
+    order.begin(Pass.FORWARD)
+    order.advance("a")
+    assert [order.distance("a", SIZES, most) for most in (39, 40)] == [None, 40]
+
+
+def test_a_second_use_in_the_same_pass_is_the_next_one() -> None:
+    order: UseOrder[str] = UseOrder()
+    run(order, Pass.FORWARD, "aba")
+    run(order, Pass.BACKWARD, "aba")
+    order.begin(Pass.FORWARD)
+    order.advance("a")
+    assert order.distance("a", SIZES, MOST) == 20
+
+
+def test_without_history_no_distance_is_known() -> None:
     order: UseOrder[str] = UseOrder()
     order.begin(Pass.FORWARD)
     order.advance("a")
-    assert not order.is_last("a")
-    order.advance("b")
+    assert order.distance("a", SIZES, MOST) is None
+    run(order, Pass.FORWARD, "a")
+    assert order.distance("a", SIZES, MOST) is None  # no backward has been seen
+    run(order, Pass.BACKWARD, "b")
     order.begin(Pass.FORWARD)
-    assert order.is_last("b") and not order.is_last("a")
+    order.advance("a")
+    assert order.distance("a", SIZES, MOST) is None  # none of what backward used
 
 
 def test_before_any_pass_there_is_no_hint() -> None:
     order: UseOrder[str] = UseOrder()
-    assert order.advance("a") == [] and not order.is_last("a")
+    assert order.advance("a") == [] and order.distance("a", SIZES, MOST) is None

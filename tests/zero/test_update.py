@@ -30,16 +30,23 @@ def runs(shapes, world: int = 1, rank: int = 0) -> list[Run]:
 
 def test_a_run_ends_where_settings_change() -> None:
     found = runs([(4, 4), (16,), (), (2, 8)])
-    assert found == [Run(0, 16, DECAYED), Run(16, 33, PLAIN), Run(48, 64, DECAYED)]
+    assert found == [Run(0, 16, DECAYED, "p0", 0), Run(16, 33, PLAIN, "p1", 0), Run(48, 64, DECAYED, "p3", 0)]
 
 
 def test_neighbours_with_equal_settings_are_one_run() -> None:
-    assert runs([(3, 5), (2, 2), (4, 4)]) == [Run(0, 48, DECAYED)]
-    assert runs([(16,), (16,)]) == [Run(0, 32, PLAIN)]
+    assert runs([(3, 5), (2, 2), (4, 4)]) == [Run(0, 48, DECAYED, "p0", 0)]
+    assert runs([(16,), (16,)]) == [Run(0, 32, PLAIN, "p0", 0)]
 
 
 def test_offsets_count_from_the_shard() -> None:
-    assert runs([(32,), (4, 8)], world=2, rank=1) == [Run(0, 32, DECAYED)]
+    assert runs([(32,), (4, 8)], world=2, rank=1) == [Run(0, 32, DECAYED, "p1", 0)]
+
+
+def test_a_run_that_must_not_join_others_knows_its_parameter_and_where_in_it_each_cut_begins() -> None:
+    layout = layout_of([(32,), (8, 8)], 2)
+    first, second = plan_runs(layout, 16, 96, by_dimension([(32,), (8, 8)]), joins=False)
+    assert (first, second) == (Run(0, 16, PLAIN, "p0", 16), Run(16, 80, DECAYED, "p1", 0))
+    assert [(cut.start, cut.stop, cut.first) for cut in second.cut(30)] == [(16, 46, 0), (46, 76, 30), (76, 80, 60)]
 
 
 @given(shapes=SHAPES, world=st.integers(1, 5))

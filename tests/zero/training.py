@@ -128,7 +128,9 @@ def train_step(engine, run: Run, rank: int, world_size: int, step: int):
 
 
 def numpy_weights(engine) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy().copy() for name, tensor in engine.full_state_dict().items()}
+    """Whole parameters and buffers; numpy has no bf16, so those are widened."""
+    state = engine.full_state_dict()
+    return {n: (t.float() if t.dtype == torch.bfloat16 else t).numpy().copy() for n, t in state.items()}
 
 
 def train_with_engine(rank: int, world_size: int, run: Run) -> Outcome:

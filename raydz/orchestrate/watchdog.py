@@ -1,0 +1,122 @@
+"""Finds a group that hangs, says where the stuck rank is, and kills that rank so that the group is started anew.
+
+Neighbours: `fit.py` starts one beside each attempt; ranks beat on the board (`worker.py`). A rank that merely waits
+for another is not stuck: the one it waits for is. See README.md, "A hang".
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import threading
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from raydz import log
+from raydz.config.schema import FailureConfig
+from raydz.orchestrate.board import Beat, Standing
+
+_POLL_S = 1.0
+_SILENT_S = 5.0
+_KILL_S = 60.0
+_logger = log.get(__name__)
+
+
+def hang_limit_s(standing: Standing, config: FailureConfig) -> float:
+    """How long nothing may move: a multiple of the median step, and a floor for whatever else takes time."""
+    median = statistics.median(standing.step_times_s) if standing.step_times_s else 0.0
+    return config.hang_factor * median + config.hang_floor_s
+
+
+def find_stuck(standing: Standing, now: float, config: FailureConfig) -> list[Beat]:
+    """The ranks that keep the others waiting; empty while the attempt moves, or has not ended two steps.
+
+    The first steps compile and allocate, and take as long as they take. Ranks that do not even beat are stuck; else
+    those that compute while others wait; else, where all wait, those that launched least. Pure.
+    """
+    if len(standing.step_times_s) < 1 or standing.moved_at is None or not standing.beats:
+        return []
+    if now - standing.moved_at <= hang_limit_s(standing, config):
+        return []
+    silent = [beat for beat, at in standing.beats.values() if now - at > _SILENT_S]
+    if silent:
+        return silent
+    beats = [beat for beat, _ in standing.beats.values()]
+    computing = [beat for beat in beats if beat.waits_for is None]
+    if computing:
+        return computing
+    least = min(beat.calls for beat in beats)
+    return [beat for beat in beats if beat.calls == least]
+
+
+class Watchdog:
+    """A thread of the driver that looks at the board.
+
+    Attributes:
+        found: one line about the hang it ended; None if there was none.
+    """
+
+    def __init__(self, board: Any, config: FailureConfig) -> None:
+        self._board, self._config = board, config
+        self.found: str | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="raydz-watchdog", daemon=True)
+
+    def __enter__(self) -> Watchdog:
+        if self._config.hang_floor_s:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(_POLL_S + 1)
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(_POLL_S):
+            try:
+                standing, now = ray.get(self._board.standing.remote(), timeout=30)
+            except Exception as error:  # the board ends with the cluster, and then so does the attempt
+                _logger.debug("the watchdog cannot see the board: %s", error)
+                continue
+            stuck = find_stuck(standing, now, self._config)
+            if stuck:
+                self._end(stuck, standing, now)
+                return
+
+    def _end(self, stuck: list[Beat], standing: Standing, now: float) -> None:
+        ranks = ", ".join(f"rank {beat.rank} (pid {beat.pid})" for beat in stuck)
+        moved = standing.moved_at if standing.moved_at is not None else now
+        self.found = f"{ranks} made no progress for {now - moved:.1f} s after step {standing.step}"
+        _logger.error("hang: %s", self.found)
+        for beat in stuck:
+            where = NodeAffinitySchedulingStrategy(node_id=beat.node_id, soft=False)
+            task = _dump_and_kill.options(scheduling_strategy=where).remote(beat.pid)
+            try:
+                _logger.error("stack of rank %d:\n%s", beat.rank, ray.get(task, timeout=_KILL_S))
+            except Exception as error:  # the node may be what hangs: Ray's own health check ends it then
+                _logger.error("rank %d could not be ended: %s", beat.rank, error)
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def _dump_and_kill(pid: int) -> str:
+    """On the rank's host: its stack as py-spy sees it, even if it is stopped; then SIGKILL."""
+    try:
+        return _stack(pid)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _stack(pid: int) -> str:
+    py_spy = shutil.which("py-spy")
+    if py_spy is None:
+        return "py-spy is not installed on this host: no stack"
+    done = subprocess.run(
+        [py_spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, text=True, timeout=20, check=False
+    )
+    return done.stdout or f"py-spy: {done.stderr.strip()}"
