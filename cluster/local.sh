@@ -11,7 +11,7 @@ AUTOSCALE="${AUTOSCALE:-}"    # anything: nodes come and go by themselves
 WORKERS="${WORKERS:-2}"
 if [ -n "$AUTOSCALE" ]; then WORKERS=0; fi
 CPUS="${CPUS:-1}"             # logical CPUs a node: 1 puts two training workers on two nodes
-LIMIT_S=60
+LIMIT_S="${LIMIT_S:-60}"
 
 export PATH="$HERE/.venv/bin:$PATH" RAY_USAGE_STATS_ENABLED=0
 export RAY_AUTH_MODE="${RAY_AUTH_MODE:-disabled}" # loopback only; a cluster on a network wants `token`

@@ -1,9 +1,10 @@
 // The optimizers' steps of raydz._native: one pass over a shard each. Called by `raydz/ops/{adamw,lion,sgd}.py` alone.
-#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
 
 #include <atomic>
+#include <cstring>
 #include <initializer_list>
 
 #include "arguments.hpp"
@@ -50,6 +51,15 @@ Operands operands_of(const Array& master, const std::optional<Array>& low, const
   return o;
 }
 
+// `Scalars` is a struct of floats alone.
+template <class Scalars>
+Scalars scalars_of(const std::vector<float>& values) {
+  Scalars scalars;
+  if (values.size() * sizeof(float) != sizeof scalars) refuse("scalars", "are not as many as this step has");
+  std::memcpy(&scalars, values.data(), sizeof scalars);
+  return scalars;
+}
+
 template <class Step>
 int64_t run(size_t numel, int threads, const Step& step) {
   nb::gil_scoped_release release;
@@ -61,33 +71,32 @@ int64_t run(size_t numel, int threads, const Step& step) {
 }
 
 int64_t adamw(const Array& master, const std::optional<Array>& low, const Array& grad, const Array& exp_avg,
-              const Array& exp_avg_sq, const std::optional<Array>& out, const std::array<float, 10>& scalars,
+              const Array& exp_avg_sq, const std::optional<Array>& out, const std::vector<float>& scalars,
               bool decoupled, int threads, const NoiseArgument& noise) {
   const Operands o = operands_of(master, low, grad, {{&exp_avg, "exp_avg"}, {&exp_avg_sq, "exp_avg_sq"}}, out, noise);
-  const AdamwScalars s = {scalars[0], scalars[1], scalars[2], scalars[3], scalars[4],
-                          scalars[5], scalars[6], scalars[7], scalars[8], scalars[9]};
+  const auto s = scalars_of<AdamwScalars>(scalars);
   return run(master.size(), threads, [&](const Kernels& kernels, size_t begin, size_t end) {
     return kernels.adamw(o, s, decoupled, begin, end);
   });
 }
 
 int64_t lion(const Array& master, const std::optional<Array>& low, const Array& grad, const Array& exp_avg,
-             const std::optional<Array>& out, const std::array<float, 7>& scalars, int threads,
+             const std::optional<Array>& out, const std::vector<float>& scalars, int threads,
              const NoiseArgument& noise) {
   const Operands o = operands_of(master, low, grad, {{&exp_avg, "exp_avg"}}, out, noise);
-  const LionScalars s = {scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6]};
+  const auto s = scalars_of<LionScalars>(scalars);
   return run(master.size(), threads,
              [&](const Kernels& kernels, size_t begin, size_t end) { return kernels.lion(o, s, begin, end); });
 }
 
 int64_t sgd(const Array& master, const std::optional<Array>& low, const Array& grad,
             const std::optional<Array>& momentum_buffer, const std::optional<Array>& out,
-            const std::array<float, 5>& scalars, bool has_l2, bool nesterov, bool is_first, int threads,
+            const std::vector<float>& scalars, bool has_l2, bool nesterov, bool is_first, int threads,
             const NoiseArgument& noise) {
   const Operands o = momentum_buffer
                          ? operands_of(master, low, grad, {{&*momentum_buffer, "momentum_buffer"}}, out, noise)
                          : operands_of(master, low, grad, {}, out, noise);
-  const SgdScalars s = {scalars[0], scalars[1], scalars[2], scalars[3], scalars[4]};
+  const auto s = scalars_of<SgdScalars>(scalars);
   const SgdForm form = {has_l2, momentum_buffer.has_value(), nesterov, is_first};
   return run(master.size(), threads,
              [&](const Kernels& kernels, size_t begin, size_t end) { return kernels.sgd(o, s, form, begin, end); });

@@ -34,7 +34,12 @@ def test_an_event_is_one_line_where_the_log_is_json(capsys, tmp_path: Path) -> N
     log.get("raydz.x").warning("two\nlines %d", 7)
     started, checkpoint, warning = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert started["event"] == "start"
-    assert (checkpoint["event"], checkpoint["step"], checkpoint["attempt"], checkpoint["rank"]) == ("checkpoint", 5, 0, 0)
+    assert (checkpoint["event"], checkpoint["step"], checkpoint["attempt"], checkpoint["rank"]) == (
+        "checkpoint",
+        5,
+        0,
+        0,
+    )
     assert "hunter22" not in json.dumps(checkpoint)
     assert (warning["level"], warning["message"], warning["logger"]) == ("WARNING", "two\nlines 7", "raydz.x")
     assert "event" not in warning

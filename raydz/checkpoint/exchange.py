@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from raydz.checkpoint.garbage import collection_paused
 from raydz.errors import CheckpointError
 
 _PART_BYTES = 1 << 20
@@ -123,7 +124,8 @@ class ReceiptExchange:
 
     def _take(self, key: str) -> dict[str, Any]:
         parts = [self._store.get(f"{key}.{index}") for index in range(int(self._store.get(key)))]
-        return json.loads(zlib.decompress(b"".join(parts)))
+        with collection_paused():
+            return json.loads(zlib.decompress(b"".join(parts)))
 
     def _await(self, keys: list[str], timeout_s: float) -> None:
         if self._missing_after(keys, timeout_s):

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from raydz.checkpoint.encoding import pack_column, pack_sums, unpack_column, unpack_sums
+from raydz.checkpoint.garbage import collection_paused
 from raydz.errors import CheckpointError
 
 FORMAT_VERSION = 2
@@ -128,6 +129,7 @@ class Manifest:
                     got=f"{end} elements", wanted=entry.numel,
                 )  # fmt: skip
 
+    @collection_paused()
     def to_bytes(self) -> bytes:
         """Canonical JSON with a SHA-256 of its body."""
         long = ("files", "tensors")
@@ -136,8 +138,9 @@ class Manifest:
         body["files"] = [file.as_json() for file in self.files]
         entries = [entry for _, entry in sorted(self.tensors.items())]
         body["tensors"] = [[e.name, e.kind, e.dtype, list(e.shape), len(e.pieces)] for e in entries]
-        columns = zip(*(piece for entry in entries for piece in entry.pieces), strict=True)
-        body["pieces"] = dict(zip(Piece._fields, map(pack_column, columns), strict=False))
+        pieces = [piece for entry in entries for piece in entry.pieces]
+        columns = {name: [piece[index] for piece in pieces] for index, name in enumerate(Piece._fields)}
+        body["pieces"] = {name: pack_column(column) for name, column in columns.items() if column}
         body = json.loads(json.dumps(body))  # what a reader will see: keys that are numbers sort as text there
         text = _canonical(body)
         return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}, indent=1).encode()

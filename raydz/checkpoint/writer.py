@@ -16,6 +16,7 @@ from typing import Any
 
 from raydz import log
 from raydz.checkpoint.data_file import FilePlan, plan_file, write_file
+from raydz.checkpoint.garbage import collection_paused
 from raydz.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, Piece, TensorEntry
 from raydz.checkpoint.pieces import StatePiece
 from raydz.dist import Communicator
@@ -126,9 +127,15 @@ def save(request: SaveRequest, comm: Communicator) -> int:
     attempt = comm.all_gather_bytes(new_attempt().encode())[0].decode()
     part = Part(request, attempt, comm.rank, comm.world_size)
     receipt = part.write(lambda: plan_file(request.pieces), _stream)
-    receipts = [json.loads(text) for text in comm.all_gather_bytes(json.dumps(receipt).encode())]
-    outcome = part.decide(receipts) if comm.rank == 0 else {}
+    receipts = comm.all_gather_bytes(json.dumps(receipt).encode())
+    outcome = part.decide(decode_receipts(receipts)) if comm.rank == 0 else {}
     return part.conclude(json.loads(comm.all_gather_bytes(json.dumps(outcome).encode())[0]))
+
+
+def decode_receipts(texts: Sequence[bytes | str]) -> list[dict[str, Any]]:
+    """What the ranks wrote of their files, as they sent it."""
+    with collection_paused():
+        return [json.loads(text) for text in texts]
 
 
 def _stream(plan: FilePlan, part: Part) -> DataFile:
@@ -199,18 +206,18 @@ def _put_manifest(request: SaveRequest, manifest: Manifest) -> dict[str, Any]:
     return {"keeps_files": False}
 
 
+@collection_paused()
 def build_manifest(request: SaveRequest, world_size: int, attempt: str, receipts: list[dict]) -> Manifest:
     """Join the ranks' receipts."""
     pieces: dict[tuple[str, str], list[Piece]] = {}
     heads: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
     for index, receipt in enumerate(receipts):
         for name, kind, dtype, shape, start, stop, offset in receipt["pieces"]:
-            pieces.setdefault((name, kind), []).append(Piece(start, stop, index, offset))
-            heads[name, kind] = (dtype, tuple(shape))
-    tensors = {
-        key: TensorEntry(*key, *heads[key], tuple(sorted(found, key=lambda piece: piece.start)))
-        for key, found in pieces.items()
-    }
+            key = (name, kind)
+            if key not in heads:
+                heads[key], pieces[key] = (dtype, tuple(shape)), []
+            pieces[key].append(Piece(start, stop, index, offset))
+    tensors = {key: TensorEntry(*key, *heads[key], tuple(sorted(found))) for key, found in pieces.items()}
     files = tuple(DataFile.from_json(receipt["file"], "a receipt") for receipt in receipts)
     return Manifest(
         step=request.step, world_size=world_size, attempt=attempt, created=time.time(), raydz_version=__version__,

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -80,10 +81,41 @@ def _diverged(where: str, states: Sequence[State | None], does: list[str]) -> Tr
     )
 
 
+@dataclass
+class _Signs:
+    """Signs of life of this process that are no collectives."""
+
+    count: int = 0
+    num_excused: int = 0
+
+
+_signs = _Signs()
+
+
+def progressed() -> None:
+    """Say that this rank is getting on: for work without collectives or steps, such as a batch of an evaluation."""
+    _signs.count += 1
+
+
+@contextmanager
+def excused() -> Iterator[None]:
+    """Count the body as getting on, however long it takes: for waits that have a time limit of their own."""
+    _signs.num_excused += 1
+    try:
+        yield
+    finally:
+        _signs.num_excused -= 1
+
+
 def activity() -> tuple[int, str | None]:
-    """Collectives that all engines of this process launched, and the one it waits in; None: it computes."""
+    """A number that grows while this process gets on, and the collective it waits in; None: it computes.
+
+    It counts what all its engines launched, `progressed`, and the looks at it while it is `excused`.
+    """
+    if _signs.num_excused:
+        _signs.count += 1
     waitings = [monitor._waiting for monitor in list(_monitors)]
-    return sum(w.calls for w in waitings), next((w.what for w in waitings if w.what), None)
+    return _signs.count + sum(w.calls for w in waitings), next((w.what for w in waitings if w.what), None)
 
 
 def print_and_exit(error: TrainingError) -> None:
@@ -178,4 +210,14 @@ def default_store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-__all__ = ["DivergenceMonitor", "State", "Waiting", "activity", "default_store", "diagnose", "set_end"]
+__all__ = [
+    "DivergenceMonitor",
+    "State",
+    "Waiting",
+    "activity",
+    "default_store",
+    "diagnose",
+    "excused",
+    "progressed",
+    "set_end",
+]

@@ -1,7 +1,7 @@
 """Single steps of optimizers that work element by element, on flat fp32 tensors. Layer 2.
 
-Above: `raydz.optim`, which walks a shard piece by piece. Plain operators only, each rounded once: the bits depend
-neither on where a piece is cut nor on the device (README.md, "One arithmetic").
+Above: `elementwise.py`, whose kernels give the same bits; `raydz.optim.muon`. Plain operators only, each rounded once:
+the bits depend neither on where a piece is cut nor on the device (README.md, "One arithmetic").
 """
 
 from __future__ import annotations

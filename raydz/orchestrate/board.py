@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -49,6 +50,7 @@ class Standing:
         beats: by rank, the newest, and when it came.
         moved_at: when a rank last ended a step or launched a collective.
         step_times_s: of the last steps.
+        beat_every_s: how often a node tells of its ranks.
     """
 
     created_at: float = field(default_factory=time.time)
@@ -60,6 +62,7 @@ class Standing:
     first_step_at: float | None = None
     moved_at: float | None = None
     beats: dict[int, tuple[Beat, float]] = field(default_factory=dict)
+    beat_every_s: float = 1.0
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_STEP_TIMES))
 
 
@@ -97,16 +100,29 @@ class Board:
         standing.first_step_at = standing.first_step_at or now
         standing.step, standing.step_at, standing.moved_at = step, now, now
 
-    def post_beat(self, beat: Beat) -> None:
-        """A rank lives; whether it also moved shows beside its last beat."""
-        now, last = time.time(), self._standing.beats.get(beat.rank)
-        if last is not None and (last[0].step, last[0].calls) != (beat.step, beat.calls):
-            self._standing.moved_at = now
-        self._standing.beats[beat.rank] = (beat, now)
+    def post_beats(self, beats: Sequence[tuple[Beat, float]], every_s: float) -> None:
+        """The ranks of a node live, as of so many seconds ago; whether one also moved shows beside its last beat.
+
+        Args:
+            every_s: the node's next word comes after.
+        """
+        now, standing = time.time(), self._standing
+        standing.beat_every_s = every_s
+        for beat, age_s in beats:
+            last = standing.beats.get(beat.rank)
+            if last is not None and now - age_s <= last[1]:
+                continue
+            if last is not None and (last[0].step, last[0].calls) != (beat.step, beat.calls):
+                standing.moved_at = now
+            standing.beats[beat.rank] = (beat, now - age_s)
 
     def standing(self) -> tuple[Standing, float]:
         """The attempt, and the board's time."""
         return self._standing, time.time()
+
+    def glance(self) -> tuple[Standing, float]:
+        """The same without beats: what is looked at every second must not grow with the number of ranks."""
+        return replace(self._standing, beats={}), time.time()
 
     def ask_to_stop(self, reason: str) -> None:
         """The driver was told to end; rank 0 looks here."""

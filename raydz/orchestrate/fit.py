@@ -7,6 +7,7 @@ carries results and errors home; `policy.py` decides about restarts; `cluster.py
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,7 +95,7 @@ def _train_to_the_end(
     task = WorkerTask(config=config, model=model, loss=loss, board=None)
     while True:
         board = new_board()
-        task = replace(task, board=board, number=len(failures))
+        task = replace(task, board=board, token=uuid.uuid4().hex, number=len(failures))
         try:
             with Watchdog(board, config.failure) as watchdog:
                 signals.run(_trainer(config, task, resources).fit, board.ask_to_stop.remote)

@@ -27,23 +27,37 @@ _KILL_S = 60.0
 _logger = log.get(__name__)
 
 
+def silent_after_s(standing: Standing) -> float:
+    """A rank whose newest beat is older does not beat; large groups beat less often."""
+    return max(_SILENT_S, 2.5 * standing.beat_every_s)
+
+
 def hang_limit_s(standing: Standing, config: FailureConfig) -> float:
-    """How long nothing may move: a multiple of the median step, and a floor for whatever else takes time."""
+    """How long nothing may move: a multiple of the median step, and a floor for whatever else takes time.
+
+    Never so short that a rank that stopped could still seem to beat: another one would be blamed.
+    """
     median = statistics.median(standing.step_times_s) if standing.step_times_s else 0.0
-    return config.hang_factor * median + config.hang_floor_s
+    return max(config.hang_factor * median + config.hang_floor_s, silent_after_s(standing))
+
+
+def is_overdue(standing: Standing, now: float, config: FailureConfig) -> bool:
+    """Whether nothing has moved for too long. Not before two steps: the first ones compile and allocate. Pure."""
+    if len(standing.step_times_s) < 1 or standing.moved_at is None:
+        return False
+    return now - standing.moved_at > hang_limit_s(standing, config)
 
 
 def find_stuck(standing: Standing, now: float, config: FailureConfig) -> list[Beat]:
     """The ranks that keep the others waiting; empty while the attempt moves, or has not ended two steps.
 
-    The first steps compile and allocate, and take as long as they take. Ranks that do not even beat are stuck; else
-    those that compute while others wait; else, where all wait, those that launched least. Pure.
+    Ranks that do not even beat are stuck; else those that compute while others wait; else, where all wait, those that
+    launched least. Pure.
     """
-    if len(standing.step_times_s) < 1 or standing.moved_at is None or not standing.beats:
+    if not standing.beats or not is_overdue(standing, now, config):
         return []
-    if now - standing.moved_at <= hang_limit_s(standing, config):
-        return []
-    silent = [beat for beat, at in standing.beats.values() if now - at > _SILENT_S]
+    limit_s = silent_after_s(standing)
+    silent = [beat for beat, at in standing.beats.values() if now - at > limit_s]
     if silent:
         return silent
     beats = [beat for beat, _ in standing.beats.values()]
@@ -80,6 +94,9 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._stopped.wait(_POLL_S):
             try:
+                standing, now = ray.get(self._board.glance.remote(), timeout=30)
+                if not is_overdue(standing, now, self._config):
+                    continue
                 standing, now = ray.get(self._board.standing.remote(), timeout=30)
             except Exception as error:  # the board ends with the cluster, and then so does the attempt
                 _logger.debug("the watchdog cannot see the board: %s", error)

@@ -18,7 +18,7 @@ from raydz.config import Config
 from raydz.dist import init_world
 from raydz.dist.monitor import print_and_exit, set_end
 from raydz.errors import RaydzError, TrainingError
-from raydz.orchestrate.beats import Beats
+from raydz.orchestrate.beats import Beats, Place
 from raydz.orchestrate.gauges import Gauges
 from raydz.orchestrate.stop import StopWatch
 from raydz.train import run_training
@@ -35,6 +35,7 @@ class WorkerTask:
     model: ModelFunction | None
     loss: LossFunction | None
     board: Any
+    token: str = ""
     number: int = 0
     skips: frozenset[int] = frozenset()
     before_step: int | None = None
@@ -78,7 +79,8 @@ def train_worker(settings: dict[str, Any]) -> None:
     """
     entered_at = time.time()
     task: WorkerTask = settings["task"]
-    rank = ray.train.get_context().get_world_rank()
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
     config = task.config
     log.setup(rank, as_json=config.tracking.log_json)
     set_end(lambda error: _tell_and_exit(task, error))
@@ -89,7 +91,8 @@ def train_worker(settings: dict[str, Any]) -> None:
             timeout_s=config.parallel.collective_timeout_s,
             threads=max(1, int(config.scaling.cpus_per_worker)) if threads == "auto" else threads,
         )
-        with Beats(task.board, rank, world.world_size) as beats, StopWatch(task.board, looks=rank == 0) as stop:
+        place = Place(rank, world.world_size, context.get_local_rank(), context.get_local_world_size())
+        with Beats(task.board, place, task.token) as beats, StopWatch(task.board, looks=rank == 0) as stop:
             attempt = _attempt(task, beats, stop, entered_at, tells=rank == 0)
             result = run_training(config, world, model=task.model, loss=task.loss, attempt=attempt)
         if rank == 0:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Literal
 
 from raydz.errors import ConfigError
@@ -52,7 +53,7 @@ _ROWS = (
     Metric("checkpoint_blocking_s", "s", "max", "time that training stood still for a checkpoint"),
     Metric("checkpoint_failures", "saves", "rank0", "checkpoints of this attempt that could not be saved"),
     Metric("eval_loss", "nats/token", "rank0", "loss on an evaluation set; eval_loss/<set> if it has a name"),
-    Metric("restarts", "1", "rank0", "failed attempts of the run so far; with each step of an attempt after one, as the next two"),
+    Metric("restarts", "1", "rank0", "failed attempts of the run so far, with each step after one"),
     Metric("lost_steps", "steps", "rank0", "steps so far that were done, and lost with a failure"),
     Metric("recovery_s", "s", "rank0", "last step before a failure to the first one after; recovery_s/<phase> of it"),
     Metric("attempt", "1", "rank0", "how often the run has been restarted; written with every step"),
@@ -115,19 +116,17 @@ def reduce_over_ranks(local: dict[str, float], gather: Callable[[list[float]], l
         figures["step_time_max_s"] = figures["step_time_s"]
     present = [float(row.name in figures) for row in _SENT]
     values = [float(figures.get(row.name, 0.0)) for row in _SENT]
-    ranks = gather(present + values)
+    columns = list(zip(*gather(present + values), strict=True))
     reduced = {name: value for name, value in local.items() if find(name).reduce == "rank0"}
-    for index, row in enumerate(_SENT):
-        reported = [rank[len(_SENT) + index] for rank in ranks if rank[index]]
+    for row, has, everyone in zip(_SENT, columns[: len(_SENT)], columns[len(_SENT) :], strict=True):
+        reported = everyone if all(has) else tuple(compress(everyone, has))
         if reported:
             reduced[row.name] = _combine(row.reduce, reported)
     return reduced
 
 
-def _combine(how: Reduction, values: list[float]) -> float:
-    if any(map(math.isnan, values)):
-        return math.nan  # max() would keep or lose it by position
-    if how == "max":
-        return max(values)
+def _combine(how: Reduction, values: Sequence[float]) -> float:
     total = sum(values)
+    if how == "max":  # max() would keep or lose a NaN by position; the sum shows at once whether there may be one
+        return math.nan if math.isnan(total) and any(map(math.isnan, values)) else max(values)
     return total / len(values) if how == "mean" else total

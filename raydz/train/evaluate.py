@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from raydz.data import HELDOUT, PackedRows, Tokenizer, split
+from raydz.dist.monitor import progressed
 from raydz.engine import Engine
 from raydz.train.build import LossFunction
 from raydz.train.feed import to_tensors
@@ -42,6 +43,7 @@ def _mean_loss(engine: Engine, loss: LossFunction, rows: PackedRows, num_rows: i
     total = 0.0
     for part in parts:
         total += float(loss(engine, to_tensors(rows, part, engine.world.device)))
+        progressed()
     totals = engine.comms.world.all_gather_values([total])
     num_tokens = int(rows.num_valid_tokens(indices).sum())
     return sum(row[0] for row in totals) / num_tokens if num_tokens else math.nan
@@ -63,6 +65,7 @@ def write_sample(engine: Engine, tokenizer: Tokenizer, prompt: str, num_tokens: 
             logits = engine(torch.tensor([ids], device=engine.world.device))[0, -1]
             chances = torch.softmax(logits.float().cpu() / 0.8, -1)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+            progressed()
     finally:
         engine.train()
     return tokenizer.decode(ids)

@@ -13,6 +13,7 @@ from torch import nn
 from raydz import log
 from raydz.checkpoint import step_folder
 from raydz.config import Config
+from raydz.dist.monitor import excused
 from raydz.hf import BackgroundExports, ExportRequest, config_of_decoder
 from raydz.models import Decoder
 from raydz.storage import Store
@@ -64,7 +65,8 @@ class RunExports:
 
     def finish(self) -> None:
         """At the run's end: wait for what was committed. Blocking."""
-        self._exports.finish()
+        with excused():
+            self._exports.finish()
         self.report()
 
     def stop(self) -> None:

@@ -86,7 +86,25 @@ def check_memory(config: Config, module: nn.Module, world: World, vocab_size: in
                 plan.stage, format_bytes(plan.memory.total), format_bytes(free), place,
                 describe_parts(plan.memory.parts()),
             )  # fmt: skip
+    _warn_of_snapshot(config, plan, world)
     return MemoryCheck(plan, free, place)
+
+
+def _warn_of_snapshot(config: Config, plan: Plan, world: World) -> None:
+    """Saves in the background copy this rank's states to host memory, which on a CPU is where they are already."""
+    if not config.checkpoint.async_save or not (config.checkpoint.every or config.checkpoint.at_end):
+        return
+    memory = plan.memory
+    snapshot = memory.weights + memory.masters + memory.moments
+    try:
+        free = memory_bytes()[1] // world.local_world_size
+    except OSError:
+        return
+    if snapshot + (memory.total if world.device.type == "cpu" else 0) > free:
+        _logger.warning(
+            "a save in the background may not find the %s of host memory that its snapshot takes at most: %s are free "
+            "for this rank; checkpoint.async_save: false needs none", format_bytes(snapshot), format_bytes(free),
+        )  # fmt: skip
 
 
 def run_planner(config: Config, module: nn.Module, world: World, vocab_size: int) -> Planner:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from raydz import log
 from raydz.checkpoint import SaveHandle, checkpoint_uri, step_folder
+from raydz.dist.monitor import excused
 from raydz.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ class RunSaves:
             return
         if wait:
             started = time.perf_counter()
-            handle.wait()
+            with excused():
+                handle.wait()
             self._add_blocked(started)
         gather = self._run.engine.comms.world.all_gather_values
         words = gather([float(handle.done), float(handle.error is not None)], what="ends of saves")
@@ -100,7 +102,9 @@ class RunSaves:
         if handle is None:
             return
         self._handle = None
-        if not handle.wait(self._config.exit_wait_s):
+        with excused():
+            has_ended = handle.wait(self._config.exit_wait_s)
+        if not has_ended:
             _logger.warning("the save of step %d is given up; the checkpoint before it is the newest", handle.step)
             self._log("checkpoint_failed", {"step": handle.step, "error": "the run ended before it was committed"})
         elif handle.error is not None:
@@ -130,7 +134,8 @@ class RunSaves:
     def _save_at_once(self) -> None:
         run, folder, started = self._run, step_folder(self._run.step), time.perf_counter()
         try:
-            num_bytes = run.engine.save_to(run.store, folder, step=run.step, state=self._state())
+            with excused():
+                num_bytes = run.engine.save_to(run.store, folder, step=run.step, state=self._state())
         except CheckpointError as error:
             self._failed(run.step, error)
             return

@@ -1,11 +1,12 @@
-"""One AdamW step on host memory: nanoseconds a parameter, beside torch's fused AdamW and the memory's own speed.
+"""One optimizer step on host memory, beside torch's fused AdamW, DeepSpeed's CPUAdam and the memory's own speed.
 
-    python tests/bench/adam.py --quick            # a table, under a minute on two cores
-    python tests/bench/adam.py --threads 2 --json # one JSON line a result
+    python tests/bench/adam.py --quick                          # a table, under a minute on two cores
+    python tests/bench/adam.py --threads 1,2 --isas all --json  # one JSON line a result
 
-Every row updates the same number of parameters in its own process: fp32 master and moments, bf16 gradient in, bf16
-weight out (28 bytes a parameter), except where its name says otherwise. `floor` is 28 bytes at the bandwidth of an
-in-place triad, `a += s * b`, which like the update writes only what it has read.
+Every row updates the same number of parameters in its own process: AdamW with fp32 master and moments, bf16 gradient
+in, bf16 weight out, except where its name says otherwise. `gbytes_per_s` counts the bytes that a row must move, each
+read and each write (the table `ROWS` has them). `triad` is an in-place `a += s * b`, which like the update writes only
+what it has read, scaled to 28 bytes a parameter. DeepSpeed's row compiles its kernel on the first call.
 """
 
 from __future__ import annotations
@@ -26,9 +27,12 @@ import torch
 
 from raydz.ops import adamw_step, native, split_master
 from raydz.ops.adamw import Buffers, adamw_reference, step_scalars
+from raydz.ops.elementwise import lion_update, sgd_update
+from raydz.ops.operands import Operands
+from raydz.ops.stochastic import Noise
 
 SETTINGS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
-UPDATE_BYTES = 28
+Step = Callable[[], object]
 
 
 def state(numel: int) -> tuple[torch.Tensor, ...]:
@@ -37,39 +41,63 @@ def state(numel: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(numel), grad, torch.zeros(numel), torch.rand(numel), torch.zeros_like(grad)
 
 
-def raydz_fp32_master(numel: int, threads: int) -> Callable[[], object]:
+def raydz_fp32_master(numel: int, threads: int) -> Step:
     native.require()
     p, g, m, v, out = state(numel)
     return lambda: adamw_step(p, g, m, v, out=out, threads=threads, **SETTINGS)
 
 
-def raydz_split_master(numel: int, threads: int) -> Callable[[], object]:
+def raydz_split_master(numel: int, threads: int) -> Step:
     native.require()
     p, g, m, v, _ = state(numel)
     hi, low = split_master(p)
     return lambda: adamw_step(hi, g, m, v, low=low, threads=threads, **SETTINGS)
 
 
-def raydz_fp32_gradient(numel: int, threads: int) -> Callable[[], object]:
+def raydz_fp32_gradient(numel: int, threads: int) -> Step:
     native.require()
     p, g, m, v, _ = state(numel)
     g = g.float()
     return lambda: adamw_step(p, g, m, v, threads=threads, **SETTINGS)
 
 
-def raydz_reference(numel: int, threads: int) -> Callable[[], object]:
+def raydz_bf16_moments(numel: int, threads: int) -> Step:
+    native.require()
+    p, g, m, v, _ = state(numel)
+    hi, low = split_master(p)
+    m, v = m.bfloat16(), v.bfloat16()
+    return lambda: adamw_step(hi, g, m, v, low=low, noise=Noise(1), threads=threads, **SETTINGS)
+
+
+def raydz_lion(numel: int, threads: int) -> Step:
+    native.require()
+    p, g, m, *_ = state(numel)
+    hi, low = split_master(p)
+    operands = Operands(hi, g, (m,), low)
+    return lambda: lion_update(operands, lr=1e-4, beta1=0.9, beta2=0.99, weight_decay=0.1, threads=threads)
+
+
+def raydz_sgd(numel: int, threads: int) -> Step:
+    native.require()
+    p, g, m, *_ = state(numel)
+    hi, low = split_master(p)
+    settings = {"lr": 1e-4, "weight_decay": 0.1, "momentum": 0.9, "dampening": 0.0, "nesterov": True}
+    return lambda: sgd_update(Operands(hi, g, (m,), low), **settings, is_first=False, threads=threads)
+
+
+def raydz_reference(numel: int, threads: int) -> Step:
     p, g, m, v, out = state(numel)
     return lambda: adamw_reference(Buffers(p, None, g, m, v, out), step_scalars(**SETTINGS), True)
 
 
-def torch_fused_fp32(numel: int, threads: int) -> Callable[[], object]:
+def torch_fused_fp32(numel: int, threads: int) -> Step:
     p, g, *_ = state(numel)
     parameter = torch.nn.Parameter(p)
     parameter.grad = g.float()
     return torch.optim.AdamW([parameter], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True).step
 
 
-def torch_cast_fused_cast(numel: int, threads: int) -> Callable[[], object]:
+def torch_cast_fused_cast(numel: int, threads: int) -> Step:
     p, g, _, _, out = state(numel)
     parameter = torch.nn.Parameter(p)
     parameter.grad = torch.empty_like(p)
@@ -83,26 +111,44 @@ def torch_cast_fused_cast(numel: int, threads: int) -> Callable[[], object]:
     return step
 
 
-def floor_triad(numel: int, threads: int) -> Callable[[], object]:
+def deepspeed_cpu_adam(numel: int, threads: int) -> Step:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    p, g, *_ = state(numel)
+    parameter = torch.nn.Parameter(p)
+    parameter.grad = g.float()
+    return DeepSpeedCPUAdam([parameter], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True).step
+
+
+def floor_triad(numel: int, threads: int) -> Step:
     a, b = torch.zeros(numel), torch.randn(numel)
     return lambda: a.add_(b, alpha=1e-6)
 
 
-ROWS: dict[str, tuple[str, Callable[[int, int], Callable[[], object]]]] = {
-    "fp32_master": ("raydz", raydz_fp32_master),
-    "split_master": ("raydz", raydz_split_master),
-    "fp32_gradient": ("raydz", raydz_fp32_gradient),
-    "reference": ("raydz", raydz_reference),
-    "fused_fp32": ("torch", torch_fused_fp32),
-    "cast_fused_cast": ("torch", torch_cast_fused_cast),
-    "triad": ("floor", floor_triad),
+# name: (system, bytes a parameter, what makes the step)
+ROWS: dict[str, tuple[str, int, Callable[[int, int], Step]]] = {
+    "fp32_master": ("raydz", 28, raydz_fp32_master),
+    "split_master": ("raydz", 26, raydz_split_master),
+    "fp32_gradient": ("raydz", 28, raydz_fp32_gradient),
+    "bf16_moments": ("raydz", 18, raydz_bf16_moments),
+    "lion": ("raydz", 18, raydz_lion),
+    "sgd": ("raydz", 18, raydz_sgd),
+    "reference": ("raydz", 28, raydz_reference),
+    "fused_fp32": ("torch", 28, torch_fused_fp32),
+    "cast+fused+cast": ("torch", 40, torch_cast_fused_cast),
+    "cpu_adam_fp32": ("deepspeed", 28, deepspeed_cpu_adam),
+    "triad": ("floor", 28, floor_triad),
 }
+HAS_ISAS = ("fp32_master", "split_master", "fp32_gradient", "bf16_moments", "lion", "sgd")
 
 
-def measure(variant: str, numel: int, threads: int, repeats: int) -> dict[str, float]:
+def measure(variant: str, isa: str, numel: int, threads: int, repeats: int) -> dict[str, float]:
     """Median, least and most of `repeats` steps after two warm-ups, in nanoseconds a parameter."""
     torch.set_num_threads(threads)
-    work = ROWS[variant][1](numel, threads)
+    _, num_bytes, make = ROWS[variant]
+    if variant in HAS_ISAS and isa:
+        native.require().select_isa(isa)
+    work = make(numel, threads)
     work(), work()
     taken = []
     for _ in range(repeats):
@@ -110,23 +156,24 @@ def measure(variant: str, numel: int, threads: int, repeats: int) -> dict[str, f
         work()
         taken.append((time.perf_counter() - start) / numel * 1e9)
     if variant == "triad":
-        taken = [ns * UPDATE_BYTES / 12 for ns in taken]
+        taken = [ns * num_bytes / 12 for ns in taken]
     median = statistics.median(taken)
     metrics = {"ns_per_param": median, "ns_per_param_min": min(taken), "ns_per_param_max": max(taken)}
-    return metrics | {"step_s": median * numel / 1e9}
+    return metrics | {"gbytes_per_s": num_bytes / median, "step_s": median * numel / 1e9}
 
 
-def result_of(variant: str, arguments: argparse.Namespace) -> dict[str, object]:
-    system = ROWS[variant][0]
-    line = {"bench": "adam", "system": system, "variant": variant, "device": "cpu", "ranks": 1}
-    command = [sys.executable, __file__, "--measure", variant, "--threads", str(arguments.threads)]
+def result_of(variant: str, isa: str, threads: int, arguments: argparse.Namespace) -> dict[str, object]:
+    line = {"bench": "adam", "system": ROWS[variant][0], "variant": variant, "device": "cpu", "ranks": 1}
+    line |= {"threads": threads, "isa": isa}
+    command = [sys.executable, __file__, "--measure", variant, "--threads", str(threads), "--isas", isa]
     command += ["--numel", str(arguments.numel), "--repeats", str(arguments.repeats)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
-        note = f"{arguments.numel} parameters, {arguments.threads} threads, isa {native.describe()['isa']}"
-        return {**line, "metrics": json.loads(run.stdout), "note": note}
-    if "NativeError" in run.stderr:
+        return {**line, "metrics": json.loads(run.stdout.splitlines()[-1]), "note": f"{arguments.numel} parameters"}
+    if "NativeError" in run.stderr or "No module named 'deepspeed'" in run.stderr:
         return {**line, "note": "not installed"}
+    if ROWS[variant][0] == "deepspeed":
+        return {**line, "note": f"does not run: {run.stderr.strip().splitlines()[-1][:160]}"}
     raise SystemExit(run.stderr)
 
 
@@ -134,7 +181,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu"], default="cpu")
     parser.add_argument("--ranks", type=int, choices=[1], default=1)
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--threads", default="1", help="numbers, with commas")
+    parser.add_argument("--isas", default="", help="instruction sets, with commas, or `all`; default: the widest")
     parser.add_argument("--only", default=",".join(ROWS), help="variants or systems, with commas")
     parser.add_argument("--quick", action="store_true", help="fewer parameters and repeats")
     parser.add_argument("--json", action="store_true")
@@ -147,26 +195,36 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
+def isas_of(variant: str, wanted: str) -> list[str]:
+    """Instruction sets to measure a row with; one empty name where it has none."""
+    module = native.load()
+    if variant not in HAS_ISAS or module is None:
+        return [""]
+    if wanted == "all":
+        return list(module.available_isas())
+    return wanted.split(",") if wanted else [module.isa()]
+
+
 def main() -> None:
     arguments = parse()
     if arguments.measure:
-        print(json.dumps(measure(arguments.measure, arguments.numel, arguments.threads, arguments.repeats)))
+        options = (arguments.isas, arguments.numel, int(arguments.threads), arguments.repeats)
+        print(json.dumps(measure(arguments.measure, *options)))
         return
     wanted = arguments.only.split(",")
-    for variant, (system, _) in ROWS.items():
-        if variant not in wanted and system not in wanted:
-            continue
-        result = result_of(variant, arguments)
-        if arguments.json:
-            print(json.dumps(result), flush=True)
-            continue
-        metrics = result.get("metrics")
-        figures = (
-            "{ns_per_param:6.2f} ns ({ns_per_param_min:.2f}-{ns_per_param_max:.2f})".format(**metrics)
-            if metrics
-            else ""
-        )
-        print(f"{system:<6} {variant:<16} {figures or result['note']}", flush=True)
+    for threads in map(int, arguments.threads.split(",")):
+        for variant in [name for name, row in ROWS.items() if {name, row[0]} & set(wanted)]:
+            for isa in isas_of(variant, arguments.isas):
+                result = result_of(variant, isa, threads, arguments)
+                print(json.dumps(result) if arguments.json else row_of(result), flush=True)
+
+
+def row_of(result: dict[str, object]) -> str:
+    head = "{system:<9} {variant:<16} {isa:<8} {threads:>2} threads ".format(**result)
+    if "metrics" not in result:
+        return head + str(result["note"])
+    figures = "{ns_per_param:6.2f} ns ({ns_per_param_min:.2f}-{ns_per_param_max:.2f}) {gbytes_per_s:6.1f} GB/s"
+    return head + figures.format(**result["metrics"])  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

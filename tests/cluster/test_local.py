@@ -48,11 +48,12 @@ def test_nodes_come_for_a_gang_and_go_when_idle(tmp_path: Path):
     checkout = tmp_path / "checkout"
     shutil.copytree(REPOSITORY / "cluster", checkout / "cluster")
     (checkout / ".venv").symlink_to(Path(sys.executable).parents[1])
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {"AUTOSCALE": "1"}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env |= {"AUTOSCALE": "1", "LIMIT_S": "200"}
     script = ["bash", str(checkout / "cluster" / "local.sh")]
     temp = None
     try:
-        started = subprocess.run([*script, "start"], env=env, capture_output=True, text=True, timeout=180)
+        started = subprocess.run([*script, "start"], env=env, capture_output=True, text=True, timeout=240)
         assert started.returncode == 0, started.stderr
         temp = (checkout / "runs" / ".cluster" / "temp").read_text().strip()
         address = started.stdout.partition("RAY_ADDRESS=")[2].split()[0]
@@ -60,7 +61,8 @@ def test_nodes_come_for_a_gang_and_go_when_idle(tmp_path: Path):
             [sys.executable, "-c", GROWS, address], env=env | {"RAY_AUTH_MODE": "disabled"}, capture_output=True,
             text=True, timeout=400,
         )  # fmt: skip
-        assert done.stdout.splitlines() == ["nodes 1", "placed True 3", "left 1"], done.stdout + done.stderr[-3000:]
+        said = [line for line in done.stdout.splitlines() if line.startswith(("nodes", "placed", "left"))]
+        assert said == ["nodes 1", "placed True 3", "left 1"], done.stdout + done.stderr[-3000:]
     finally:
         subprocess.run([*script, "stop"], env=env, capture_output=True, timeout=60, check=True)
     deadline = time.monotonic() + 20

@@ -12,7 +12,8 @@ import sys
 PATH = os.environ["RAYDZ_TEST_KERNELS"]
 
 
-def pytest_configure() -> None:
+def pytest_load_initial_conftests() -> None:
+    """Before any test module can have imported the installed one."""
     import raydz
 
     spec = importlib.util.spec_from_file_location("raydz._native", PATH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 
 import pytest
@@ -24,8 +25,12 @@ def test_command_trains_and_says_where_everything_is(tmp_path):
     assert "finished at step 2" in done.stdout
     assert f"checkpoint: {tmp_path}/runs/a/checkpoints/step-0000000002" in done.stdout
     assert "hidden_size: 32" in done.stdout, "the resolved configuration is shown"
-    again = train_by_command(tmp_path, run_config(tmp_path), "--set", "train.steps=2")
+    again = train_by_command(
+        tmp_path, run_config(tmp_path), "--set", "train.steps=2", "--set", "tracking.log_json=true"
+    )
     assert again.returncode == 0 and "complete" in again.stdout and "train.steps" in again.stdout
+    lines = [json.loads(line) for line in again.stderr.splitlines() if line.startswith("{")]
+    assert any(line["message"].startswith("resumed from") and line["level"] == "INFO" for line in lines)
 
 
 def test_torchrun_trains_as_ranks_of_any_other_launcher(ranks, tmp_path):

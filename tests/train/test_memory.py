@@ -85,6 +85,18 @@ def test_an_estimate_that_exceeds_what_is_free_warns_and_goes_on(tmp_path, monke
     assert "activations" in caplog.text and "are estimates" in caplog.text
 
 
+@pytest.mark.parametrize(("is_async", "is_warned"), [(True, True), (False, False)])
+def test_a_host_without_room_for_a_snapshot_is_warned_about(tmp_path, monkeypatch, caplog, is_async, is_warned) -> None:
+    config = load(run_config(tmp_path, checkpoint={"async_save": is_async}))
+    module = build_model(config, 300, None)
+    planned = check_memory(config, module, ALONE, 300).plan.memory
+    assert not caplog.text
+    free(monkeypatch, planned.total + planned.moments)  # of AdamW the states are half as much again
+    with caplog.at_level("WARNING", logger="raydz"):
+        check_memory(config, module, ALONE, 300)
+    assert ("checkpoint.async_save: false" in caplog.text) == is_warned
+
+
 def test_a_system_that_does_not_say_what_is_free_is_said_so(tmp_path, monkeypatch, caplog) -> None:
     def no_proc():
         raise FileNotFoundError("/proc/meminfo")
