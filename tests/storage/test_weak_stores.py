@@ -38,7 +38,10 @@ def bucket(s3_env: SeaweedServer) -> str:
 def test_a_good_store_has_no_weakness(server: str, checksum: str, request, monkeypatch, caplog) -> None:
     found: SeaweedServer = request.getfixturevalue(server)
     set_aws_environment(monkeypatch, found.env)
-    store = open_store(f"s3://{found.shared_bucket}/{checksum}", S3Options(found.endpoint_url, checksum=checksum))
+    # A prefix of its own: other tests write to the shared bucket too.
+    store = open_store(
+        f"s3://{found.shared_bucket}/good-store-{checksum}", S3Options(found.endpoint_url, checksum=checksum)
+    )
     begin = time.monotonic()
     assert store.probe_writable() == []
     assert time.monotonic() - begin < 10
