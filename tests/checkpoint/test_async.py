@@ -248,6 +248,7 @@ def save_often(rank, world_size, num_saves):
     return memory, places, threads
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_a_hundred_saves(ranks):
     ((memory, places, threads),) = ranks(1).run(save_often, 110)
     first, last = sorted(memory[10:30])[10], sorted(memory[-20:])[10]

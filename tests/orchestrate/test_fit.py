@@ -31,6 +31,7 @@ def test_two_ray_workers_equal_two_torchrun_ranks_bit_for_bit(ray_cluster, tmp_p
     assert len(losses(tmp_path, "ray")) == 20
 
 
+@pytest.mark.slow
 def test_peoples_own_model_and_loss(ray_cluster, tmp_path: Path) -> None:
     config = small_config(tmp_path, "own", train={"steps": 6, "eval_every": 6})
     config["optimizer"]["params"]["lr"] = 0.1
@@ -48,6 +49,7 @@ def test_missing_data_is_a_data_error_before_any_step(ray_cluster, tmp_path: Pat
     assert not (tmp_path / "nodata" / "journal.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_an_error_that_a_restart_cannot_mend_is_not_retried(ray_cluster, tmp_path: Path) -> None:
     options = {"config": small_config(tmp_path, "hopeless"), "loss": "hopeless_loss"}
     code, result = fit(options, tmp_path / "driver", ray_cluster.env)
@@ -72,7 +74,13 @@ def test_a_local_cluster_that_is_too_small_is_a_placement_error(tmp_path: Path, 
     assert code == 1 and result["error"] == "PlacementError" and "1000 CPU" in result["text"]
 
 
-@pytest.mark.parametrize("arguments,code", [((), 0), (("--set", "train.stepz=3"), 1)], ids=["success", "failure"])
+@pytest.mark.parametrize(
+    "arguments,code",
+    [
+        pytest.param((), 0, id="success"),
+        pytest.param(("--set", "train.stepz=3"), 1, id="failure", marks=pytest.mark.slow),
+    ],
+)
 def test_ray_job_submit_runs_the_script_and_tells_how_it_ended(ray_cluster, tmp_path: Path, arguments, code) -> None:
     config = tmp_path / "job.json"
     config.write_text(json.dumps(small_config(tmp_path, "job", train={"steps": 3})))
