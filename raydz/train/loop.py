@@ -93,6 +93,8 @@ def train(run: Run) -> None:
         for step in range(run.step + 1, steps + 1):
             if step in run.attempt.skips:
                 _leave_out(run, step)
+                if step == steps and run.config.checkpoint.at_end:
+                    saves.begin()
                 continue
             metrics = train_step(run, step, watch)
             if run.recovery is not None:
