@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydz.errors import RaydzError
 from raydz.train import Result
@@ -142,5 +143,9 @@ class Board:
 
 
 def new_board() -> Any:
-    """Start a board; it takes no CPU from the workers and ends with the driver."""
-    return ray.remote(num_cpus=0)(Board).remote()
+    """Start a board; it takes no CPU from the workers and ends with the driver.
+
+    On the driver's own node: a board on a worker's node would be lost with it, and with it what the driver decides by.
+    """
+    here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
