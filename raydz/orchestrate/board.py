@@ -148,4 +148,4 @@ def new_board() -> Any:
     On the driver's own node: a board on a worker's node would be lost with it, and with it what the driver decides by.
     """
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    return ray.remote(num_cpus=0)(Board).options(scheduling_strategy=here).remote()
