@@ -5,7 +5,6 @@ Neighbours: `reader.py` reads the runs; `manifest.py` says where bytes are. Pure
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +12,7 @@ from raydz.checkpoint.manifest import ITEM_BYTES, DataFile, Manifest, TensorEntr
 from raydz.checkpoint.pieces import StatePiece
 from raydz.errors import CheckpointError
 
-READ_BYTES = 8 << 20
+READ_BYTES = 16 << 20
 """Of one read at most (rounded to chunks)."""
 
 
@@ -86,10 +85,7 @@ def plan_load(manifest: Manifest, pieces: Iterable[StatePiece], where: str) -> L
 
 def _needs_of(piece: StatePiece, entry: TensorEntry) -> Iterable[tuple[int, Need]]:
     width = ITEM_BYTES[entry.dtype]
-    first = max(0, bisect_right(entry.pieces, piece.start, key=lambda stored: stored.start) - 1)
-    for stored in entry.pieces[first:]:
-        if stored.start >= piece.stop:
-            return
+    for stored in entry.columns.overlapping(piece.start, piece.stop):
         low, high = max(piece.start, stored.start), min(piece.stop, stored.stop)
         if low < high:
             begin = stored.offset + (low - stored.start) * width

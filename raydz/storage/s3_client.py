@@ -1,6 +1,7 @@
-"""One boto3 client per process, made when first needed, never pickled, never shared over a fork.
+"""boto3 clients: made when first needed, shared by stores with the same options, never pickled, never over a fork.
 
-Neighbours: owned by `s3.S3Store`; used by `s3_reader` and `s3_writer`.
+Neighbours: an `S3Connection` is owned by `s3.S3Store` and used by `s3_reader` and `s3_writer`; `s3_shared.py` keeps
+the clients.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from raydz.storage.probe import CHECKSUMS, CONDITIONS
 from raydz.storage.s3_body import send_from_memory
 from raydz.storage.s3_checksum import Checksum, pick_checksum
 from raydz.storage.s3_errors import s3_errors
+from raydz.storage.s3_shared import shared_client
 
 ROUNDS = 4
 """Tries of one read or part, each of them `max_attempts` requests of boto3."""
 
 
 class S3Connection:
-    """Options plus this process's client. Credentials are found anew in every process and by every connection."""
+    """Options plus this process's client. Credentials are found by every process, anew when where they are changes."""
 
     def __init__(self, options: S3Options, rounds: int = ROUNDS, weaknesses: frozenset[str] = frozenset()) -> None:
         self.options, self.rounds = options, rounds
@@ -48,12 +50,13 @@ class S3Connection:
             self._lock, self._client, self._owner_pid = threading.Lock(), None, os.getpid()
         with self._lock:
             if self._client is None:
+                _silence_debug()
                 with s3_errors(self.place):
-                    self._client = self._make_client()
+                    self._client = shared_client(self.options, self._make_client)
             return self._client
 
     def close(self) -> None:
-        """Close the client's sockets, if there are any."""
+        """Close the client's idle sockets, if there are any; other stores may share it, and it opens new ones."""
         if self._client is not None and self._owner_pid == os.getpid():
             self._client.close()
 
@@ -110,7 +113,6 @@ class S3Connection:
 
         if self.endpoint_url is not None:
             check_endpoint(self.endpoint_url)  # from the environment it has not been looked at yet
-        _silence_debug()
         session = boto3.Session(profile_name=self.options.profile, region_name=self.options.region)
         region = session.region_name or ("us-east-1" if self.endpoint_url else None)
         client = session.client(
