@@ -57,7 +57,8 @@ inline float* fp32_of(const Array& array, const char* name, size_t numel) {
   return static_cast<float*>(span_of(array, name, numel, Type::fp32).data);
 }
 
-// Adds the functions of optimizers.cpp.
+// Adds the functions of optimizers.cpp and the class of aio_module.cpp.
 void bind_optimizers(nb::module_& m);
+void bind_aio(nb::module_& m);
 
 }  // namespace raydz

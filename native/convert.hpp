@@ -87,9 +87,8 @@ inline const float* decode(const Span& source, size_t begin, size_t n, float* __
   return buffer;
 }
 
-inline void encode(const float* __restrict source, size_t n, const Span& out, size_t begin) {
-  uint16_t* __restrict half = static_cast<uint16_t*>(out.data) + begin;
-  if (out.type == Type::bf16) {
+inline void encode(const float* __restrict source, size_t n, Type type, uint16_t* __restrict half) {
+  if (type == Type::bf16) {
     for (size_t i = 0; i < n; ++i) half[i] = to_bf16(bits_of(source[i]));
   } else {
     for (size_t i = 0; i < n; ++i) half[i] = to_fp16(bits_of(source[i]));

@@ -8,6 +8,11 @@ namespace raydz {
 namespace baseline {
 extern const Kernels kernels;
 }
+#ifdef RAYDZ_ARM
+namespace neon {
+extern const Kernels kernels;
+}
+#endif
 #ifdef RAYDZ_X86
 namespace avx2 {
 extern const Kernels kernels;
@@ -23,10 +28,13 @@ const std::vector<const Kernels*>& available_kernels() {
 #ifdef RAYDZ_X86
     // These ask for the operating system's support of the registers as well.
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma")) {
       found.push_back(&avx512::kernels);
     }
-    if (__builtin_cpu_supports("avx2")) found.push_back(&avx2::kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2::kernels);
+#endif
+#ifdef RAYDZ_ARM
+    found.push_back(&neon::kernels);
 #endif
     found.push_back(&baseline::kernels);
     return found;

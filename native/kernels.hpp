@@ -29,14 +29,22 @@ struct Noise {
 
 constexpr size_t kMaxStates = 2;
 
-// What an optimizer's step reads and writes.
-struct Operands {
+// Weights and states in one of their forms.
+struct Kept {
   Span master;              // fp32; bf16 when `low` holds the other half; bf16 alone is rounded by chance
   Span low;                 // int16 or absent
-  Span grad;                // fp32, bf16 or fp16
   Span states[kMaxStates];  // fp32, or bf16, which is rounded by chance
-  Span out;                 // bf16, fp16 or absent
+};
+
+// What an optimizer's step reads and writes.
+struct Operands {
+  Kept from;
+  Kept into;  // the same memory as `from`, or second buffers of the same types
+  Span grad;  // fp32, bf16 or fp16
+  Span out;   // bf16, fp16 or absent
   Noise noise;
+  bool is_apart = false;  // `into` is other memory
+  bool streams = false;   // write what was not read with stores that go past the caches
 };
 
 // The scalars of one step, computed in double by the caller and rounded to fp32 once.

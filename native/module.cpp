@@ -95,13 +95,16 @@ void select_isa(const std::string& name) {
 NB_MODULE(_native, m) {
   m.doc() = "Compiled kernels of raydz on host memory. Use raydz.ops, which checks and falls back.";
   m.attr("__version__") = RAYDZ_VERSION;
+  nb::set_leak_warnings(false);  // a queue that nobody closed before the process ends is no fault worth a page of text
   raydz::bind_optimizers(m);
+  raydz::bind_aio(m);
   m.def("split", &raydz::split, "master"_a, "hi"_a, "low"_a, "threads"_a);
   m.def("merge", &raydz::merge, "hi"_a, "low"_a, "out"_a, "threads"_a);
   m.def("round", &raydz::round, "source"_a, "out"_a, "threads"_a);
   m.def("sum_squares", &raydz::sum_squares, "values"_a, "threads"_a);
   m.def("sum_rows", &raydz::sum_rows, "rows"_a, "out"_a, "accumulate"_a, "threads"_a);
   m.def("num_pool_threads", &raydz::num_pool_threads);
+  m.def("set_pool_affinity", &raydz::set_pool_affinity, "processors"_a);
   m.def("isa", [] { return raydz::active_kernels().isa; });
   m.def("available_isas", &raydz::available_isas);
   m.def("select_isa", &raydz::select_isa, "name"_a);

@@ -83,9 +83,17 @@ class NativeError(RaydzError):
     """The compiled kernels are missing, too old or refuse their arguments."""
 
 
+class OffloadError(RaydzError):
+    """Host memory or a disk cannot hold, take or give back what was offloaded to it."""
+
+
 class PlacementError(RaydzError):
     """The cluster cannot place the workers that were asked for."""
 
 
 class TrainingError(RaydzError):
     """Training cannot go on: for example too many non-finite steps in a row."""
+
+
+class Superseded(TrainingError):
+    """A newer start of the same run has taken over; this one must end and leave the run's records alone."""

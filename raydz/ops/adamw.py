@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from raydz.errors import ConfigError
+from raydz.ops.batch import Batch, run_or_note
 from raydz.ops.native import has_triton, kernels_for
-from raydz.ops.operands import Operands, walk
+from raydz.ops.operands import Into, Operands, walk
 from raydz.ops.stochastic import Noise
 
 
@@ -28,6 +29,11 @@ class Buffers(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     out: Tensor | None
+
+    @classmethod
+    def of(cls, o: Operands) -> Buffers:
+        exp_avg, exp_avg_sq = o.states
+        return cls(o.master, o.low, o.grad, exp_avg, exp_avg_sq, o.out)
 
     def operands(self) -> Operands:
         return Operands(self.master, self.grad, (self.exp_avg, self.exp_avg_sq), self.low, self.out)
@@ -68,6 +74,8 @@ def adamw_step(
     bias_correction: bool = True,
     noise: Noise | None = None,
     threads: int = 1,
+    into: Into | None = None,
+    batch: Batch | None = None,
 ) -> int | Tensor:
     """Update `master`, `exp_avg` and `exp_avg_sq` in place and return how many scaled gradients are not finite.
 
@@ -83,6 +91,9 @@ def adamw_step(
         bias_correction: make up for moments that begin at zero.
         noise: what rounds masters and moments that are bf16 alone.
         threads: at most so many, for host memory; the result does not depend on it.
+        into: write there instead, with the same bits: `master`, `low` and the moments stay as they are. The kernels
+            write it in the same pass, past the caches; elsewhere it is a copy first.
+        batch: on host memory with kernels the step is only noted there, for `batch.run`, and 0 is returned.
 
     Raises:
         LayoutError: a dtype, a length or a device does not fit.
@@ -91,7 +102,7 @@ def adamw_step(
     Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization, algorithm 2.
     """
     buffers = Buffers(master, low, grad, exp_avg, exp_avg_sq, out)
-    buffers.operands().check(("exp_avg", "exp_avg_sq"), has_noise=noise is not None)
+    buffers.operands().check(("exp_avg", "exp_avg_sq"), has_noise=noise is not None, into=into)
     scalars = step_scalars(
         lr=lr,
         beta1=beta1,
@@ -104,7 +115,9 @@ def adamw_step(
         bias_correction=bias_correction,
     )
     if kernels := kernels_for(master):
-        return kernels.adamw(*buffers.operands().for_kernel(), scalars, decoupled, threads, noise)
+        step_of_all = kernels.adamw(*buffers.operands().for_kernel(), scalars, decoupled, noise, into)
+        return run_or_note(step_of_all, threads, batch)
+    buffers = Buffers.of(buffers.operands().copied(into))
     if master.is_cuda and has_triton() and noise is None:
         from raydz.ops.adamw_triton import adamw_cuda
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import os
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 
 from raydz import log
-from raydz.errors import NativeError
+from raydz.errors import ConfigError, NativeError
 from raydz.version import __version__
 
 _REBUILD = "install raydz again with a C++17 compiler on the machine: pip install --force-reinstall --no-deps raydz"
@@ -70,6 +72,21 @@ def describe() -> dict[str, str | None]:
     if module is None:
         return {"isa": "torch", "version": None, "path": None}
     return {"isa": module.isa(), "version": module.__version__, "path": module.__file__}
+
+
+def run_on(processors: Sequence[int]) -> None:
+    """Run the kernels' threads, those of now and later ones, on these CPUs alone; callers only wait for them then.
+
+    Raises:
+        ConfigError: one of them is not a CPU that this process may use, or there are none.
+    """
+    usable = os.sched_getaffinity(0)
+    module = load()
+    if not processors or not usable.issuperset(processors) or (module and not module.set_pool_affinity([*processors])):
+        raise ConfigError(
+            "kernels cannot run on these CPUs", where="parallel.offload_affinity", got=list(processors),
+            wanted=f"some of {sorted(usable)}", remedy="leave the key out to use all of them",
+        )  # fmt: skip
 
 
 def _checked_module() -> ModuleType:

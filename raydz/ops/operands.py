@@ -11,12 +11,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from raydz.errors import LayoutError
 from raydz.ops.buffers import FLOATS, HALVES, check_buffer
 from raydz.ops.rounding import merge_reference, round_reference, split_reference
 from raydz.ops.stochastic import Noise, random_words, round_stochastic
 
 _PIECE_NUMEL = 1 << 16  # the references work on pieces whose temporaries stay in the cache
 _FP32, _BF16, _INT16 = (torch.float32,), (torch.bfloat16,), (torch.int16,)
+
+
+class Into(NamedTuple):
+    """Second buffers, which receive what becomes of a step's master, low and states; those it reads stay as they are.
+
+    Shape, dtype: of the buffers that they stand for. They must not overlap them.
+    """
+
+    master: Tensor
+    low: Tensor | None = None
+    states: tuple[Tensor, ...] = ()
+
+    def slice(self, start: int, stop: int) -> Into:
+        """The same memory, elements [start, stop)."""
+        low = None if self.low is None else self.low[start:stop]
+        return Into(self.master[start:stop], low, tuple(state[start:stop] for state in self.states))
 
 
 class Operands(NamedTuple):
@@ -34,11 +51,12 @@ class Operands(NamedTuple):
     low: Tensor | None = None
     out: Tensor | None = None
 
-    def check(self, state_names: tuple[str, ...], *, has_noise: bool) -> None:
+    def check(self, state_names: tuple[str, ...], *, has_noise: bool, into: Into | None = None) -> None:
         """Refuse what no implementation may touch.
 
         Raises:
-            LayoutError: a dtype, a length or a device does not fit; bf16 alone without noise is a wrong dtype.
+            LayoutError: a dtype, a length or a device does not fit; bf16 alone without noise is a wrong dtype; `into`
+                is not like what it stands for, or overlaps it.
         """
         alone = (torch.float32, torch.bfloat16) if has_noise else _FP32
         check_buffer("master", self.master, alone if self.low is None else _BF16)
@@ -49,6 +67,32 @@ class Operands(NamedTuple):
             check_buffer("low", self.low, _INT16, self.master)
         if self.out is not None:
             check_buffer("out", self.out, HALVES, self.master)
+        if into is not None:
+            self._check_into(into, state_names)
+
+    def _check_into(self, into: Into, state_names: tuple[str, ...]) -> None:
+        if (into.low is None) != (self.low is None) or len(into.states) != len(self.states):
+            raise LayoutError("second buffers stand for other parts than there are", where="into")
+        pairs = {"master": (into.master, self.master)}
+        if into.low is not None and self.low is not None:
+            pairs["low"] = (into.low, self.low)
+        pairs |= dict(zip(state_names, zip(into.states, self.states, strict=True), strict=True))
+        for name, (theirs, ours) in pairs.items():
+            check_buffer(f"into.{name}", theirs, (ours.dtype,), ours)
+            gap = abs(theirs.data_ptr() - ours.data_ptr())
+            if gap < ours.numel() * ours.element_size():
+                raise LayoutError("a second buffer overlaps the first", where=f"into.{name}", got=f"{gap} bytes apart")
+
+    def copied(self, into: Into | None) -> Operands:
+        """The same step in place, on `into` after it received what is here: for who cannot write apart."""
+        if into is None:
+            return self
+        into.master.copy_(self.master)
+        if into.low is not None and self.low is not None:
+            into.low.copy_(self.low)
+        for theirs, ours in zip(into.states, self.states, strict=True):
+            theirs.copy_(ours)
+        return self._replace(master=into.master, low=into.low, states=into.states)
 
     def for_kernel(self) -> tuple[Any, ...]:
         """In the order of the functions of `raydz._native`."""

@@ -49,6 +49,31 @@ def sum_squares_of_all(tensors: Sequence[Tensor], *, threads: int = 1) -> list[f
 
 
 @torch.no_grad()
+def begin_squares(values: Tensor) -> Tensor:
+    """What `finish_squares` makes `sum_squares` of: a few fp64 numbers; nothing reads `values` after that.
+
+    Raises: as `sum_squares`.
+    """
+    check_buffer("values", values, FLOATS)
+    if kernels := kernels_for(values):
+        return torch.tensor([kernels.sum_squares(values.detach(), 1)], dtype=torch.float64)
+    return _block_sums(values.detach().view(-1))
+
+
+def finish_squares(parts: Sequence[Tensor]) -> list[float]:
+    """`sum_squares` of each tensor that `begin_squares` was given. Blocking: waits for the device once."""
+    if not parts:
+        return []
+    everything = torch.cat(list(parts)).cpu().numpy()
+    ends = np.cumsum([0, *(part.numel() for part in parts)])
+    # cumsum adds one after the other, which neither numpy's sum nor (since 3.12) Python's does.
+    return [
+        float(np.cumsum(everything[start:stop])[-1]) if stop > start else 0.0
+        for start, stop in itertools.pairwise(ends)
+    ]
+
+
+@torch.no_grad()
 def sum_rows(rows: Tensor, out: Tensor, *, accumulate: bool = False, threads: int = 1) -> Tensor:
     """`out = rows[0] + rows[1] + …` in fp32, strictly in row order; with `accumulate`, `out = out + that sum`.
 
@@ -71,14 +96,7 @@ def sum_rows(rows: Tensor, out: Tensor, *, accumulate: bool = False, threads: in
 
 def sum_squares_reference(tensors: Sequence[Tensor]) -> list[float]:
     """`sum_squares_of_all` in torch (and Triton): the same lanes, all blocks side by side."""
-    parts = [_block_sums(values.detach().view(-1)) for values in tensors]
-    everything = torch.cat(parts).cpu().numpy()
-    ends = np.cumsum([0, *(part.numel() for part in parts)])
-    # cumsum adds one after the other, which neither numpy's sum nor (since 3.12) Python's does.
-    return [
-        float(np.cumsum(everything[start:stop])[-1]) if stop > start else 0.0
-        for start, stop in itertools.pairwise(ends)
-    ]
+    return finish_squares([_block_sums(values.detach().view(-1)) for values in tensors])
 
 
 def sum_rows_reference(rows: Tensor, out: Tensor, accumulate: bool) -> None:

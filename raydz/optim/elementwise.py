@@ -47,7 +47,8 @@ class SGD:
         sgd_update(
             weights.operands(grad, *(state[name] for name in self.state_names)), lr=now.lr,
             weight_decay=now.weight_decay, momentum=self.momentum, dampening=self.dampening, nesterov=self.nesterov,
-            is_first=now.step == 1, grad_scale=now.grad_scale, noise=now.noise, threads=self.threads,
+            is_first=now.step == 1, grad_scale=now.grad_scale, noise=now.noise, into=now.into, batch=now.batch,
+            threads=self.threads,
         )  # fmt: skip
 
 
@@ -66,5 +67,6 @@ class Lion:
     def update(self, weights: WeightShard, grad: Tensor, state: dict[str, Tensor], now: Update) -> None:
         lion_update(
             weights.operands(grad, state["exp_avg"]), lr=now.lr, beta1=self.beta1, beta2=self.beta2,
-            weight_decay=now.weight_decay, grad_scale=now.grad_scale, noise=now.noise, threads=self.threads,
+            weight_decay=now.weight_decay, grad_scale=now.grad_scale, noise=now.noise, into=now.into,
+            batch=now.batch, threads=self.threads,
         )  # fmt: skip

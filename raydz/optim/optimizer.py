@@ -11,6 +11,8 @@ from typing import Protocol
 from torch import Tensor
 
 from raydz.ops.adamw import adamw_step
+from raydz.ops.batch import Batch
+from raydz.ops.operands import Into
 from raydz.ops.stochastic import Noise
 from raydz.optim.weights import WeightShard
 
@@ -23,6 +25,8 @@ class Update:
         step: number of the step, from 1.
         grad_scale: multiplied into the gradient first: clipping, loss scale.
         noise: what rounds bf16 weights and states, only for an optimizer that takes it.
+        into: second buffers for what is updated in place else, only for one that takes noise.
+        batch: where the kernels note the step instead of making it.
     """
 
     step: int
@@ -30,6 +34,8 @@ class Update:
     weight_decay: float = 0.0
     grad_scale: float = 1.0
     noise: Noise | None = None
+    into: Into | None = None
+    batch: Batch | None = None
 
 
 class Optimizer(Protocol):
@@ -79,5 +85,5 @@ class AdamW:
             parts.master, grad, state["exp_avg"], state["exp_avg_sq"], low=parts.low, out=parts.out, lr=now.lr,
             beta1=self.beta1, beta2=self.beta2, eps=self.eps, weight_decay=now.weight_decay, step=now.step,
             grad_scale=now.grad_scale, decoupled=self.decoupled, bias_correction=self.bias_correction,
-            noise=now.noise, threads=self.threads,
+            noise=now.noise, into=now.into, batch=now.batch, threads=self.threads,
         )  # fmt: skip

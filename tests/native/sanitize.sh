@@ -11,7 +11,8 @@ shift
 tests=("$@")
 if [ ${#tests[@]} -eq 0 ]; then
     tests=(tests/ops/test_adamw.py tests/ops/test_elementwise.py tests/ops/test_rounding.py tests/ops/test_reduction.py
-        tests/native/test_module.py tests/native/test_pool.py)
+        tests/ops/test_into.py tests/ops/test_batch.py
+        tests/native/test_module.py tests/native/test_pool.py tests/offload/test_aio.py tests/offload/test_nvme.py)
 fi
 compiler=${CXX:-g++}
 asan=$("$compiler" -print-file-name=libasan.so)

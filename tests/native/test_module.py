@@ -22,7 +22,7 @@ def kernels():
 
 def adamw(kernels, *, scalars=(1.0,) * 10, low=None, out=None, **buffers):
     zeros = {name: torch.zeros(8) for name in ("master", "grad", "exp_avg", "exp_avg_sq")}
-    return kernels.adamw(**{**zeros, **buffers}, low=low, out=out, scalars=scalars, decoupled=True, threads=1)
+    return kernels.adamw(**{**zeros, **buffers}, low=low, out=out, scalars=scalars, decoupled=True)
 
 
 @pytest.mark.parametrize("name", ["grad", "exp_avg", "exp_avg_sq", "out"])

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,4 +66,79 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_child_has_threads_of_its_own(kernels):
     """Without them it would wait for its parent's for ever."""
     run = subprocess.run([sys.executable, "-c", FORK.format(numel=NUMEL)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def busy_threads(call: Callable[[], object]) -> int:
+    """How many threads of this process computed while `call` ran, by the kernel's account."""
+
+    def taken() -> dict[str, int]:
+        return {
+            task.name: int((task / "schedstat").read_text().split()[0]) for task in Path("/proc/self/task").iterdir()
+        }
+
+    before = taken()
+    call()
+    return sum(1 for task, ns in taken().items() if ns - before.get(task, 0) > 3_000_000)
+
+
+ALONE = """
+import time, torch
+from raydz.ops import native
+import os
+native.run_on(sorted(os.sched_getaffinity(0))[:1])
+rows, out = torch.ones(64 * 16 * 4096).expand(100, -1), torch.zeros(64 * 16 * 4096)
+start = time.thread_time()
+native.require().sum_rows(rows, out, False, 2)
+own, whole = time.thread_time() - start, time.process_time()
+assert out.eq(100.0).all()
+assert own < 0.02, (own, whole)
+"""
+
+
+def test_a_caller_leaves_the_work_to_threads_that_were_given_processors(kernels):
+    run = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_call_takes_no_more_threads_than_it_asked_for(kernels):
+    """Though it has more chunks than that, and the pool more threads."""
+    sum_squares(torch.ones(NUMEL * 2), threads=6)
+    rows, out = torch.ones(64 * 16 * 4096).expand(300, -1), torch.zeros(64 * 16 * 4096)
+    for threads in (1, 2):
+        assert busy_threads(partial(kernels.sum_rows, rows, out, False, threads)) <= threads
+        assert out.eq(300.0).all()
+
+
+PINNED = """
+import os, sys, torch
+from pathlib import Path
+from raydz.ops import native, sum_squares
+from raydz.errors import ConfigError
+
+def tasks():
+    return {{t.name for t in Path("/proc/self/task").iterdir()}}
+
+values, before = torch.ones({numel}), tasks()
+sum_squares(values, threads=2)
+chosen = sorted(os.sched_getaffinity(0))[-1:]
+native.run_on(chosen)
+sum_squares(values, threads=4)
+pool = tasks() - before
+assert len(pool) == 4, pool
+assert all(sorted(os.sched_getaffinity(int(task))) == chosen for task in pool), pool
+assert len(os.sched_getaffinity(0)) > 0 and sum_squares(values, threads=4) == {numel}
+for wrong in ([1023], []):
+    try:
+        native.run_on(wrong)
+    except ConfigError as error:
+        assert "parallel.offload_affinity" in str(error), error
+    else:
+        sys.exit(4)
+"""
+
+
+def test_the_pool_runs_on_the_processors_that_it_is_given(kernels):
+    """Threads that are there and threads that come later; the caller's own stays where it is, and only waits."""
+    run = subprocess.run([sys.executable, "-c", PINNED.format(numel=NUMEL)], capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stderr
