@@ -13,6 +13,7 @@ from raydz.checkpoint.find import (
     set_aside,
     step_folder,
 )
+from raydz.checkpoint.generations import Fence
 from raydz.checkpoint.key_map import KeyMap
 from raydz.checkpoint.load import LoadReport, LoadRequest, load_pieces
 from raydz.checkpoint.manifest import DataFile, Manifest, Piece, TensorEntry
@@ -22,6 +23,7 @@ from raydz.checkpoint.writer import SaveRequest, save
 __all__ = [
     "AfterCommit",
     "DataFile",
+    "Fence",
     "KeyMap",
     "LoadReport",
     "LoadRequest",

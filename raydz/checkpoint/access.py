@@ -15,6 +15,7 @@ from raydz.checkpoint.find import checkpoint_uri, open_together
 from raydz.checkpoint.key_map import KeyMap
 from raydz.checkpoint.load import LoadReport, LoadRequest, load_pieces, log_report
 from raydz.checkpoint.manifest import Manifest
+from raydz.checkpoint.memory import MemorySnapshots, Moment
 from raydz.checkpoint.pieces import state_pieces
 from raydz.checkpoint.saving import COUNTERS, SaveAccess
 from raydz.storage import S3Options, Store, open_store
@@ -77,17 +78,31 @@ class CheckpointAccess(SaveAccess):
         if self.average is not None and not has_average:
             _logger.warning("no average of the weights was loaded from %s: it begins at them", folder or store.uri)
             self.average.restart()
+        self._mark_loaded()
+        if not request.is_partial:
+            self._take_counters(manifest.state)
+        return self.load_report
+
+    def restore(self, snapshots: MemorySnapshots, moment: Moment) -> dict[str, Any]:
+        """Take back a snapshot of `snapshot`; returns its `state`. Blocking.
+
+        Collective: every rank, with the same moment, which all have (`MemorySnapshots.usable`).
+        """
+        self.settle()
+        state = snapshots.load(moment, self.held_pieces())
+        self._mark_loaded()
+        self._take_counters(state)
+        return state
+
+    def _mark_loaded(self) -> None:
         for group in self.sharded.groups:
             group.mark_updated()
         self.optimizer.clear_gradients()  # of a step that had begun
         self._within_step = 0
-        if not request.is_partial:
-            self._take_counters(manifest)
-        return self.load_report
 
-    def _take_counters(self, manifest: Manifest) -> None:
+    def _take_counters(self, state: Mapping[str, Any]) -> None:
         for name in COUNTERS:
-            setattr(self, name, manifest.state["engine"][name])
-        stored = manifest.state["engine"].get("loss_scale")  # absent where another dtype trained before
+            setattr(self, name, state["engine"][name])
+        stored = state["engine"].get("loss_scale")  # absent where another dtype trained before
         if self.loss_scale is not None and stored:
             self.loss_scale = self.loss_scale.from_state(stored)

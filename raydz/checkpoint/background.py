@@ -24,7 +24,7 @@ from raydz.checkpoint.find import checkpoint_uri
 from raydz.checkpoint.manifest import DataFile
 from raydz.checkpoint.snapshot import DeviceCopies, HostImage, keep_what_forward_changes
 from raydz.checkpoint.writer import Part, SaveRequest, new_attempt
-from raydz.errors import CheckpointError
+from raydz.errors import CheckpointError, Superseded
 
 SAVE_TIMEOUT_S = 1800.0
 """How long the ranks of one save wait for each other."""
@@ -48,7 +48,7 @@ class SaveHandle:
         self.uri = checkpoint_uri(request.store, request.folder)
         self.blocked_s, self.num_bytes, self.total_bytes = 0.0, 0, 0
         self.total_s: float | None = None
-        self.error: CheckpointError | None = None
+        self.error: CheckpointError | Superseded | None = None
         self._copied, self._ended = threading.Event(), threading.Event()
 
     @property
@@ -150,7 +150,7 @@ class BackgroundSaves:
         handle = task.handle
         try:
             self._save(task, copies)
-        except CheckpointError as error:
+        except (CheckpointError, Superseded) as error:
             handle.error = error
         except BaseException as error:  # a thread has nobody else to tell
             handle.error = CheckpointError("the checkpoint was not saved", where=handle.uri, got=repr(error))

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 
+from raydz.checkpoint.generations import TAG_BYTES, History, read_history, tag_of
 from raydz.checkpoint.manifest import MANIFEST_NAME, Manifest
 from raydz.dist import Communicator
 from raydz.dist.agreement import bytes_from_rank_zero, on_every_rank, on_rank_zero
 from raydz.errors import CheckpointError
-from raydz.storage import Store
+from raydz.storage import NotFound, Store
 
 _STEP_FOLDER = re.compile(r"step-(\d{10})")
 
@@ -38,9 +39,23 @@ def checkpoint_uri(store: Store, folder: str) -> str:
 
 
 def committed_steps(store: Store, folder: str = "") -> list[int]:
-    """Steps of all committed checkpoints directly under `folder`, ascending."""
+    """Steps of all committed checkpoints directly under `folder`, ascending; without those that came too late.
+
+    See "Generations" in README.md.
+    """
     steps = sorted(step for name in store.list_folders(folder) if (step := step_of(name)) is not None)
-    return [step for step in steps if store.exists(join_key(folder, f"{step_folder(step)}/{MANIFEST_NAME}"))]
+    history = read_history(store, folder) if steps else History()
+    return [step for step in steps if _counts(store, join_key(folder, step_folder(step)), step, history)]
+
+
+def _counts(store: Store, folder: str, step: int, history: History) -> bool:
+    key = join_key(folder, MANIFEST_NAME)
+    if history.floor is None or step <= history.floor:
+        return store.exists(key)
+    try:
+        return history.superseding(tag_of(store.get(key, 0, TAG_BYTES)), step) is None
+    except NotFound:
+        return False
 
 
 def find_checkpoint(store: Store, folder: str = "") -> str | None:
@@ -78,7 +93,7 @@ def open_together(comm: Communicator, store: Store, folder: str = "") -> tuple[s
 
 
 def set_aside(store: Store, folder: str) -> None:
-    """Make a checkpoint that turned out to be damaged invisible, and its folder free for the same step again.
+    """Make a checkpoint that is damaged, or came too late, invisible, and its folder free for the same step again.
 
     Its manifest stays there as `set-aside.json`, so that people can look at what happened.
     """

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from raydz.checkpoint.manifest import Manifest, TensorEntry
+from raydz.checkpoint.manifest import Manifest
 from raydz.errors import CheckpointError, ConfigError
 
 _FORM = '{"exact": {"stored.name": "model.name"}, "regex": {"^stored\\\\.(\\\\d+)": "model.\\\\1"}}'
@@ -85,28 +85,41 @@ class KeyMap:
         return name, None
 
 
+def rename_names(
+    key_map: KeyMap, stored: Iterable[str], aliases: Mapping[str, str], where: str
+) -> tuple[dict[str, str], list[str]]:
+    """{stored name: the model's} of all stored names, tied ones too, and the rules that met nothing.
+
+    Raises:
+        CheckpointError: two stored names would become one.
+    """
+    new: dict[str, str] = {}
+    used: set[str] = set()
+    came_from: dict[str, str] = {}
+    for name in stored:
+        new[name], rule = key_map.rename(name)
+        used.update([] if rule is None else [rule])
+        if came_from.setdefault(new[name], name) != name:
+            raise CheckpointError(
+                "the key map makes two stored tensors one", where=where,
+                got=f"{came_from[new[name]]} and {name} -> {new[name]}", wanted="different names",
+                remedy="make the key map's rules more exact",
+            )  # fmt: skip
+    for name in (*aliases, *aliases.values()):
+        new[name], rule = key_map.rename(name)
+        used.update([] if rule is None else [rule])
+    return new, [rule for rule in (*key_map.exact, *key_map.regex) if rule not in used]
+
+
 def rename_tensors(manifest: Manifest, key_map: KeyMap, where: str) -> tuple[Manifest, dict[str, str], list[str]]:
     """The manifest under the model's names, {model's name: stored name} of what changed, and rules that met nothing.
 
     Raises:
         CheckpointError: two stored names would become one.
     """
-    renamed: dict[str, str] = {}
-    used: set[str] = set()
-    tensors: dict[tuple[str, str], TensorEntry] = {}
-    came_from: dict[str, str] = {}
-    for (name, kind), entry in manifest.tensors.items():
-        new, rule = key_map.rename(name)
-        if rule is not None:
-            used.add(rule)
-        if came_from.setdefault(new, name) != name:
-            raise CheckpointError(
-                "the key map makes two stored tensors one", where=where, got=f"{came_from[new]} and {name} -> {new}",
-                wanted="different names", remedy="make the key map's rules more exact",
-            )  # fmt: skip
-        if new != name:
-            renamed[new] = name
-        tensors[new, kind] = replace(entry, name=new)
-    aliases = {key_map.rename(alias)[0]: key_map.rename(name)[0] for alias, name in manifest.aliases.items()}
-    idle = [rule for rule in (*key_map.exact, *key_map.regex) if rule not in used]
+    stored = list(dict.fromkeys(name for name, _ in manifest.tensors))
+    new, idle = rename_names(key_map, stored, manifest.aliases, where)
+    tensors = {(new[name], kind): replace(entry, name=new[name]) for (name, kind), entry in manifest.tensors.items()}
+    aliases = {new[alias]: new[name] for alias, name in manifest.aliases.items()}
+    renamed = {new[name]: name for name in stored if new[name] != name}
     return replace(manifest, tensors=tensors, aliases=aliases), renamed, idle

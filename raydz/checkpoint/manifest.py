@@ -9,11 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+
+from raydz.checkpoint.columns import Piece, Pieces, Sums, join_columns
 from raydz.checkpoint.encoding import pack_column, pack_sums, unpack_column, unpack_sums
 from raydz.checkpoint.garbage import collection_paused
 from raydz.errors import CheckpointError
@@ -30,28 +32,22 @@ class DataFile:
     path: str
     bytes: int
     chunk_bytes: int
-    chunk_crcs: tuple[int, ...]
+    chunk_crcs: Sequence[int]
     crc: int
     algorithm: str = "crc32"
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "chunk_crcs", Sums.of(self.chunk_crcs))
+
     def as_json(self) -> dict[str, Any]:
         """JSON values, the checksums of chunks packed (there are thousands in a large file)."""
-        return {**vars(self), "chunk_crcs": pack_sums(self.chunk_crcs)}
+        return {**vars(self), "chunk_crcs": pack_sums(Sums.of(self.chunk_crcs))}
 
     @classmethod
     def from_json(cls, values: dict[str, Any], where: str) -> DataFile:
         """What `as_json` made, or a manifest of format 1, which has the checksums as a list."""
         sums = values["chunk_crcs"]
-        return cls(**{**values, "chunk_crcs": unpack_sums(sums, where) if isinstance(sums, str) else tuple(sums)})
-
-
-class Piece(NamedTuple):
-    """Elements [start, stop) of the flattened tensor, at byte `offset` of file number `file`."""
-
-    start: int
-    stop: int
-    file: int
-    offset: int
+        return cls(**{**values, "chunk_crcs": unpack_sums(sums, where) if isinstance(sums, str) else sums})
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,15 @@ class TensorEntry:
     kind: str
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[Piece]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "pieces", Pieces.of(self.pieces))
+
+    @property
+    def columns(self) -> Pieces:
+        """The pieces, in the form that they are in."""
+        return Pieces.of(self.pieces)
 
     @property
     def numel(self) -> int:
@@ -91,6 +95,12 @@ class Manifest:
     aliases: dict[str, str] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def generation(self) -> str | None:
+        """Of the start of the run that committed it; None outside runs."""
+        tag = self.state.get("generation")
+        return tag if isinstance(tag, str) else None
+
     def entry(self, names: list[str], kind: str) -> TensorEntry | None:
         """The tensor stored under any of the names, tied names included."""
         for name in names:
@@ -105,45 +115,53 @@ class Manifest:
         Raises:
             CheckpointError: a gap, an overlap, or a piece outside its file; names the tensor and the elements.
         """
-        for entry in self.tensors.values():
-            end = 0
-            for piece in entry.pieces:
-                if piece.start != end or piece.stop <= end:
-                    kind = "a gap" if piece.start > end else "an overlap"
-                    raise CheckpointError(
-                        f"{kind} in a stored tensor", where=f"{where}: {entry.name} ({entry.kind})",
-                        got=f"element {piece.start} follows {end}", wanted="pieces that cover it once",
-                    )  # fmt: skip
-                end = piece.stop
-                size = (piece.stop - piece.start) * ITEM_BYTES[entry.dtype]
-                file_bytes = self.files[piece.file].bytes if 0 <= piece.file < len(self.files) else 0
-                if not 0 <= piece.offset <= file_bytes - size:
-                    raise CheckpointError(
-                        "a piece lies outside its file", where=f"{where}: {entry.name} ({entry.kind})",
-                        got=f"file {piece.file}, bytes {piece.offset} to {piece.offset + size}",
-                        wanted=f"at most {file_bytes} bytes",
-                    )  # fmt: skip
-            if end != entry.numel:
+        if not _is_covered(list(self.tensors.values()), self.files):
+            for entry in self.tensors.values():
+                self._name_fault(entry, where)
+
+    def _name_fault(self, entry: TensorEntry, where: str) -> None:
+        """The same, piece by piece."""
+        end = 0
+        for piece in entry.pieces:
+            if piece.start != end or piece.stop <= end:
+                kind = "a gap" if piece.start > end else "an overlap"
                 raise CheckpointError(
-                    "a stored tensor is not whole", where=f"{where}: {entry.name} ({entry.kind})",
-                    got=f"{end} elements", wanted=entry.numel,
+                    f"{kind} in a stored tensor", where=f"{where}: {entry.name} ({entry.kind})",
+                    got=f"element {piece.start} follows {end}", wanted="pieces that cover it once",
                 )  # fmt: skip
+            end = piece.stop
+            size = (piece.stop - piece.start) * ITEM_BYTES[entry.dtype]
+            file_bytes = self.files[piece.file].bytes if 0 <= piece.file < len(self.files) else 0
+            if not 0 <= piece.offset <= file_bytes - size:
+                raise CheckpointError(
+                    "a piece lies outside its file", where=f"{where}: {entry.name} ({entry.kind})",
+                    got=f"file {piece.file}, bytes {piece.offset} to {piece.offset + size}",
+                    wanted=f"at most {file_bytes} bytes",
+                )  # fmt: skip
+        if end != entry.numel:
+            raise CheckpointError(
+                "a stored tensor is not whole", where=f"{where}: {entry.name} ({entry.kind})",
+                got=f"{end} elements", wanted=entry.numel,
+            )  # fmt: skip
 
     @collection_paused()
     def to_bytes(self) -> bytes:
-        """Canonical JSON with a SHA-256 of its body."""
+        """Canonical JSON with a SHA-256 of its body; a run's begins with its generation, for `generations.tag_of`."""
         long = ("files", "tensors")
         body: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in long}
         body["format_version"] = FORMAT_VERSION
         body["files"] = [file.as_json() for file in self.files]
         entries = [entry for _, entry in sorted(self.tensors.items())]
         body["tensors"] = [[e.name, e.kind, e.dtype, list(e.shape), len(e.pieces)] for e in entries]
-        pieces = [piece for entry in entries for piece in entry.pieces]
-        columns = {name: [piece[index] for piece in pieces] for index, name in enumerate(Piece._fields)}
-        body["pieces"] = {name: pack_column(column) for name, column in columns.items() if column}
-        body = json.loads(json.dumps(body))  # what a reader will see: keys that are numbers sort as text there
+        columns = join_columns([entry.columns for entry in entries])
+        body["pieces"] = {
+            name: pack_column(column) for name, column in zip(Piece._fields, columns, strict=True) if column.size
+        }
+        for name in ("aliases", "state"):  # what a reader will see: keys that are numbers sort as text there
+            body[name] = json.loads(json.dumps(body[name]))
         text = _canonical(body)
-        return json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": body}, indent=1).encode()
+        head = f'"generation": "{self.generation}",\n' if self.generation else ""
+        return f'{{{head}"sha256": "{hashlib.sha256(text.encode()).hexdigest()}",\n"body": {text}}}\n'.encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str) -> Manifest:
@@ -177,10 +195,14 @@ def _entries(body: dict[str, Any], where: str) -> Iterable[TensorEntry]:
     """Takes `tensors` and `pieces` out of the body."""
     heads, packed = body.pop("tensors"), body.pop("pieces")
     total = sum(head[4] for head in heads)
-    columns = [unpack_column(packed[name], total, where) if total else [] for name in Piece._fields]
-    pieces = map(Piece._make, zip(*columns, strict=True))
+    columns = np.zeros((len(Piece._fields), total), np.int64)
+    for row, name in enumerate(Piece._fields):
+        if total:
+            columns[row] = unpack_column(packed[name], total, where)
+    first = 0
     for name, kind, dtype, shape, count in heads:
-        yield TensorEntry(name, kind, dtype, tuple(shape), tuple(islice(pieces, count)))
+        yield TensorEntry(name, kind, dtype, tuple(shape), Pieces(columns[:, first : first + count]))
+        first += count
 
 
 def _entries_of_format_1(body: dict[str, Any]) -> Iterable[TensorEntry]:
@@ -194,3 +216,22 @@ ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16"
 
 def _canonical(body: dict) -> str:
     return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+def _is_covered(entries: Sequence[TensorEntry], files: Sequence[DataFile]) -> bool:
+    """Whether every tensor is covered once by pieces inside their files, for all at once."""
+    counts = np.array([len(entry.pieces) for entry in entries], np.int64)
+    start, stop, file, offset = join_columns([entry.columns for entry in entries])
+    last = np.cumsum(counts) - 1
+    ends = [int(stop[index]) if count else 0 for index, count in zip(last.tolist(), counts.tolist(), strict=True)]
+    if ends != [entry.numel for entry in entries]:
+        return False
+    if not start.size:
+        return True
+    before = np.roll(stop, 1)
+    before[(last - counts + 1)[counts > 0]] = 0
+    if (start != before).any() or (stop <= start).any() or file.min() < 0 or file.max() >= len(files):
+        return False
+    size = (stop - start) * np.repeat([ITEM_BYTES[entry.dtype] for entry in entries], counts)
+    room = np.array([each.bytes for each in files], np.int64)[file] - size
+    return bool(((offset >= 0) & (offset <= room)).all())

@@ -68,6 +68,7 @@ def state_pieces(
 
     Order: module order, the same on every rank with the same layout.
     """
+    sharded.require_present("a checkpoint")
     states = dict(zip((id(group) for group in optimizer.groups), optimizer.group_states, strict=True))
     pieces: list[StatePiece] = []
     for group in sharded.groups:
@@ -120,7 +121,7 @@ def _weight_piece(group: FlatGroup, names: tuple[str, ...], part: Interval, offs
 
     def write(at: int, values: Tensor) -> None:
         target = weights.slice(at, at + values.numel())
-        if is_master and values.dtype == target.compute.dtype:
+        if is_master and target.home is None and values.dtype == target.compute.dtype:
             _put(values, target.compute)
         else:
             target.store(values.float())
@@ -133,8 +134,8 @@ def _weight_piece(group: FlatGroup, names: tuple[str, ...], part: Interval, offs
 def _copy_master(weights: WeightShard, out: Tensor) -> None:
     """Merge a split master into host memory. Memory on a GPU: `_MERGE_NUMEL` elements at a time."""
     assert weights.low is not None
-    if not weights.compute.is_cuda:
-        merge_master(weights.compute, weights.low, out)
+    if not weights.low.is_cuda:
+        merge_master(weights.updated, weights.low, out)
         return
     for start in range(0, out.numel(), _MERGE_NUMEL):
         stop = min(start + _MERGE_NUMEL, out.numel())

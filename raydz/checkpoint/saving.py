@@ -15,7 +15,9 @@ from raydz import log
 from raydz.checkpoint.background import SAVE_TIMEOUT_S, AfterCommit, BackgroundSaves, SaveHandle
 from raydz.checkpoint.exchange import ReceiptExchange
 from raydz.checkpoint.find import checkpoint_uri, step_folder
-from raydz.checkpoint.pieces import state_pieces
+from raydz.checkpoint.generations import Fence
+from raydz.checkpoint.memory import MemorySnapshots
+from raydz.checkpoint.pieces import StatePiece, state_pieces
 from raydz.checkpoint.writer import SaveRequest, save
 from raydz.dist import World
 from raydz.dist.monitor import default_store
@@ -41,21 +43,29 @@ class SaveAccess:
     loss_scale: LossScale | None
     global_steps: int
     _within_step: int
+    fence: Fence | None = None
+    """Of the run that this engine trains, on rank 0."""
     _saves: BackgroundSaves | None = None
+    _snapshots: MemorySnapshots | None = None
 
     def settle(self) -> None:
         """Await everything outstanding: afterwards no transfer touches the engine's buffers. Collective."""
         self.before_change()
+        self.optimizer.finish()
         self.sharded.release_all()
 
     def before_change(self) -> None:
-        """Wait until what a save in the background copies may change. Not collective.
+        """Wait until what a save in the background, or a gather, copies from host memory may change. Not collective.
 
         The engine calls this before it changes weights or states. Whoever writes to them past the engine, between a
         save and the next step, calls it first.
         """
+        if self.sharded.offload is not None:
+            self.sharded.offload.synchronise()
         if self._saves is not None:
             self._saves.finish_snapshot()
+        if self._snapshots is not None:
+            self._snapshots.finish_copy()
 
     @overload
     def save_checkpoint(
@@ -142,6 +152,20 @@ class SaveAccess:
             self._saves = BackgroundSaves(exchange, self.world.device)
         return self._saves.begin(request, timeout_s=timeout_s, after_commit=after_commit)
 
+    def snapshot(self, snapshots: MemorySnapshots, *, step: int, state: Mapping[str, Any]) -> None:
+        """Keep the state as it is now in memory, while training goes on; `CheckpointAccess.restore` takes it back.
+
+        Collective: every rank, between steps. Blocking: while the snapshot before is under way.
+        """
+        self._refuse_within_step()
+        self.settle()
+        self._snapshots = snapshots
+        snapshots.begin(step, self.held_pieces(), {**state, "engine": self._counters()})
+
+    def held_pieces(self) -> list[StatePiece]:
+        """All that this rank holds, whoever else does."""
+        return state_pieces(self.sharded, self.optimizer, saving=False, average=self.average)
+
     def settle_saves(self, timeout_s: float | None = None) -> None:
         """Wait for the save in flight, if there is one. Not collective; every rank gets the same answer.
 
@@ -158,8 +182,9 @@ class SaveAccess:
             self._saves.in_flight.wait()
 
     def take_save_blocked_s(self) -> float:
-        """How long training has stood still for saves in the background since the last call."""
-        return 0.0 if self._saves is None else self._saves.take_blocked_s()
+        """How long training has stood still for saves in the background, and in memory, since the last call."""
+        saves_s = 0.0 if self._saves is None else self._saves.take_blocked_s()
+        return saves_s + (0.0 if self._snapshots is None else self._snapshots.take_blocked_s())
 
     def close_saves(self, timeout_s: float | None = None) -> None:
         """Let the save in flight end, within `timeout_s`, and give the host memory back; never raises for the save."""
@@ -172,15 +197,21 @@ class SaveAccess:
             _logger.error("%s", handle.error)
 
     def _request(self, store: Store, folder: str, step: int, state: Mapping[str, Any]) -> SaveRequest:
+        self._refuse_within_step()
+        self.settle()
+        aliases = {alias: spec.name for group in self.sharded.groups for spec in group.specs for alias in spec.aliases}
+        pieces = state_pieces(self.sharded, self.optimizer, saving=True, average=self.average)
+        return SaveRequest(store, folder, step, pieces, aliases, {**state, "engine": self._counters()}, self.fence)
+
+    def _counters(self) -> dict[str, Any]:
+        counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
+        if self.loss_scale is not None:
+            counters["loss_scale"] = self.loss_scale.to_state()
+        return counters
+
+    def _refuse_within_step(self) -> None:
         if self._within_step:
             raise TrainingError(
                 "a checkpoint within accumulation would lose gradients", got=f"{self._within_step} micro-batches done",
                 wanted="a call right after an optimizer step",
             )  # fmt: skip
-        self.settle()
-        counters: dict[str, Any] = {name: getattr(self, name) for name in COUNTERS}
-        if self.loss_scale is not None:
-            counters["loss_scale"] = self.loss_scale.to_state()
-        aliases = {alias: spec.name for group in self.sharded.groups for spec in group.specs for alias in spec.aliases}
-        pieces = state_pieces(self.sharded, self.optimizer, saving=True, average=self.average)
-        return SaveRequest(store, folder, step, pieces, aliases, {**state, "engine": counters})

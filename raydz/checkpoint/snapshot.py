@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -26,10 +27,13 @@ class HostImage:
     """Host memory for one data file: page-aligned, of the exact size, page-locked where a GPU copies into it.
 
     Ownership: whoever holds it; `reserve` may give the memory back, so no view may be in use then.
+
+    Args:
+        fd: of memory to lie in, from byte `offset` on; it is made so large. Left out: memory of its own.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, *, pinned: bool, fd: int = -1, offset: int = 0) -> None:
+        self._pinned, self._fd, self._offset = pinned, fd, offset
         self._memory: mmap.mmap | None = None
         self._whole: Tensor | None = None
         self.num_bytes = 0
@@ -44,7 +48,9 @@ class HostImage:
             return
         self.release()
         try:
-            self._memory = mmap.mmap(-1, num_bytes)
+            if self._fd >= 0:
+                os.ftruncate(self._fd, self._offset + num_bytes)
+            self._memory = mmap.mmap(self._fd, num_bytes, offset=self._offset)
         except (OSError, ValueError, OverflowError) as error:
             raise _no_memory(num_bytes, error) from None
         if hasattr(mmap, "MADV_HUGEPAGE"):

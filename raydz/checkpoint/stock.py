@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raydz.checkpoint.find import join_key, step_of
+from raydz.checkpoint.generations import FOLDER, History
 from raydz.checkpoint.manifest import MANIFEST_NAME, Manifest
 from raydz.checkpoint.retention import Whole
 from raydz.errors import CheckpointError
@@ -39,6 +40,7 @@ class Committed:
     files: Mapping[str, int] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     fault: str | None = None
+    generation: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -92,28 +94,31 @@ class StockTaker:
 
     def take(self) -> Stock:
         """Look. Raises: StorageError."""
-        by_folder = self._listing()
+        by_folder, history = self._listing()
         now = time.time()
         committed: list[Committed] = []
         orphans: list[Orphan] = []
         for folder, objects in sorted(by_folder.items()):
             found = self._found(folder, objects) if MANIFEST_NAME in objects else None
             if found is not None:
-                committed.append(_compared(found, objects))
+                committed.append(_compared(_in_time(found, history), objects))
             if found is None or found.attempt is not None:  # else nobody knows which attempt is the committed one
                 orphans += _orphans(folder, objects, found.attempt if found else None, now)
         manifests = {objects.get(MANIFEST_NAME) for objects in by_folder.values()}
         self._known = {found: known for found, known in self._known.items() if found in manifests}
         return Stock(tuple(committed), tuple(orphans))
 
-    def _listing(self) -> dict[str, _Objects]:
+    def _listing(self) -> tuple[dict[str, _Objects], History]:
         by_folder: dict[str, _Objects] = defaultdict(dict)
+        generations = []
         root = f"{self._folder}/" if self._folder else ""
         for found in self._store.list_objects(root):
             name, _, below = found.key.removeprefix(root).partition("/")
             if step_of(name) is not None and below:
                 by_folder[root + name][below] = found
-        return by_folder
+            elif name == FOLDER:
+                generations.append(below)
+        return by_folder, History.of(generations)
 
     def _found(self, folder: str, objects: _Objects) -> Committed | None:
         step = step_of(folder.rpartition("/")[2])
@@ -140,7 +145,16 @@ class StockTaker:
 def _summary(folder: str, step: int, manifest: Manifest) -> Committed:
     files = {join_key(folder, file.path): file.bytes for file in manifest.files}
     fault = None if manifest.step == step else f"its manifest is of step {manifest.step}"
-    return Committed(folder, step, manifest.attempt, files, _numbers(manifest.state.get("metrics")), fault)
+    metrics = _numbers(manifest.state.get("metrics"))
+    return Committed(folder, step, manifest.attempt, files, metrics, fault, manifest.generation)
+
+
+def _in_time(found: Committed, history: History) -> Committed:
+    """The same; with a fault if a start of the run that had been replaced committed it."""
+    newer = history.superseding(found.generation, found.step)
+    if newer is None or found.fault is not None:
+        return found
+    return replace(found, fault=f"it was committed after generation {newer} of the run began before it")
 
 
 def _numbers(metrics: Any) -> dict[str, float]:

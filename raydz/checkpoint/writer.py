@@ -1,14 +1,13 @@
 """Saving: every rank writes one file, rank 0 checks that all is there and commits the manifest last.
 
-Neighbours: `engine.py` calls `save`; `data_file.py` streams a rank's bytes. No manifest, no checkpoint: whatever is
-killed before the last put leaves the previous checkpoint as it was.
+Neighbours: `engine.py` calls `save`; `data_file.py` streams a rank's bytes, `receipts.py` joins what the ranks say. No
+manifest, no checkpoint: whatever is killed before the last put leaves the previous checkpoint as it was.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,13 +15,14 @@ from typing import Any
 
 from raydz import log
 from raydz.checkpoint.data_file import FilePlan, plan_file, write_file
-from raydz.checkpoint.garbage import collection_paused
-from raydz.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest, Piece, TensorEntry
+from raydz.checkpoint.find import set_aside
+from raydz.checkpoint.generations import Fence, read_history
+from raydz.checkpoint.manifest import MANIFEST_NAME, DataFile, Manifest
 from raydz.checkpoint.pieces import StatePiece
+from raydz.checkpoint.receipts import build_manifest, decode_receipts, receipt_of
 from raydz.dist import Communicator
-from raydz.errors import CheckpointError, RaydzError
+from raydz.errors import CheckpointError, RaydzError, Superseded
 from raydz.storage import AlreadyExists, Store
-from raydz.version import __version__
 
 _LOOKS_AT_ONCE = 16
 _logger = log.get(__name__)
@@ -37,6 +37,7 @@ class SaveRequest:
         pieces: this rank's.
         aliases: other names of tied parameters -> the stored name.
         state: JSON-serialisable, rank 0's counts.
+        fence: on rank 0 of a run: asked before and after the commit.
     """
 
     store: Store
@@ -45,6 +46,7 @@ class SaveRequest:
     pieces: Sequence[StatePiece]
     aliases: Mapping[str, str]
     state: Mapping[str, Any]
+    fence: Fence | None = None
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ class Part:
         if failed:
             text = "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(failed.items()))
             return {"error": text, "keeps_files": False}
-        outcome = _commit(self.request, self.world_size, self.attempt, receipts)
+        outcome = _commit(self.request, self.attempt, receipts)
         if "error" in outcome:
             return outcome | {"error": f"rank 0: {outcome['error']}"}
+        if "superseded" in outcome:
+            return outcome
         return outcome | {"bytes": sum(receipt["file"]["bytes"] for receipt in receipts)}
 
     def conclude(self, outcome: Mapping[str, Any]) -> int:
@@ -98,9 +102,12 @@ class Part:
 
         Raises:
             CheckpointError: the save failed.
+            Superseded: a newer start of the run has taken over.
         """
         if not outcome.get("keeps_files", True):
             self.remove()
+        if "superseded" in outcome:
+            raise Superseded(**outcome["superseded"])
         if "error" in outcome:
             raise CheckpointError(
                 "the checkpoint was not saved", where=f"{self.request.store.uri}/{self.request.folder}",
@@ -132,25 +139,10 @@ def save(request: SaveRequest, comm: Communicator) -> int:
     return part.conclude(json.loads(comm.all_gather_bytes(json.dumps(outcome).encode())[0]))
 
 
-def decode_receipts(texts: Sequence[bytes | str]) -> list[dict[str, Any]]:
-    """What the ranks wrote of their files, as they sent it."""
-    with collection_paused():
-        return [json.loads(text) for text in texts]
-
-
 def _stream(plan: FilePlan, part: Part) -> DataFile:
     """Write piece by piece from where the state lives."""
     with part.request.store.writer(part.key, plan.total_bytes) as out:
         return write_file(plan, out, part.path)
-
-
-def receipt_of(plan: FilePlan, data_file: DataFile) -> dict[str, Any]:
-    """What rank 0 needs to know of a data file, as JSON values."""
-    pieces = [
-        [p.name, p.kind, p.dtype, list(p.shape), p.start, p.stop, offset]
-        for p, offset in zip(plan.pieces, plan.offsets, strict=True)
-    ]
-    return {"file": data_file.as_json(), "pieces": pieces}
 
 
 def _check_state(request: SaveRequest) -> None:
@@ -162,11 +154,13 @@ def _check_state(request: SaveRequest) -> None:
         ) from None
 
 
-def _commit(request: SaveRequest, world_size: int, attempt: str, receipts: list[dict]) -> dict[str, Any]:
+def _commit(request: SaveRequest, attempt: str, receipts: list[dict]) -> dict[str, Any]:
     """Check and commit on rank 0; says what went wrong, and whether the data files stay."""
     where = f"{request.store.uri}/{request.folder}"
     try:
-        manifest = build_manifest(request, world_size, attempt, receipts)
+        manifest = build_manifest(
+            receipts, step=request.step, attempt=attempt, aliases=request.aliases, state=_tagged(request)
+        )
         manifest.check_coverage(where)
         with ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="raydz-look") as pool:
             looks = pool.map(lambda file: request.store.head(f"{request.folder}/{file.path}"), manifest.files)
@@ -177,9 +171,36 @@ def _commit(request: SaveRequest, world_size: int, attempt: str, receipts: list[
                 raise CheckpointError(
                     "a data file is not what was written", where=data_file.path, got=size, wanted=data_file.bytes
                 )
+        if request.fence is not None:
+            request.fence.check()
+    except Superseded as error:
+        return {"superseded": error.fields(), "keeps_files": False}
     except (RaydzError, OSError) as error:
         return {"error": str(error).replace("\n", " "), "keeps_files": False}
-    return _put_manifest(request, manifest)
+    outcome = _put_manifest(request, manifest)
+    return outcome if request.fence is None or outcome else _still_ours(request.fence)
+
+
+def _tagged(request: SaveRequest) -> dict[str, Any]:
+    return {**request.state, **({"generation": request.fence.tag} if request.fence is not None else {})}
+
+
+def _still_ours(fence: Fence) -> dict[str, Any]:
+    """After the commit: whether a newer generation was claimed meanwhile, which then decides whether it counts."""
+    try:
+        fence.check()
+    except Superseded as error:
+        return {"superseded": error.fields()}
+    except RaydzError as error:
+        _logger.warning("committed, and then the store did not answer: %s", error.what)
+    return {}
+
+
+def _came_too_late(request: SaveRequest, winner: Manifest) -> bool:
+    """Whether an older generation committed it after ours began."""
+    if request.fence is None:
+        return False
+    return read_history(request.fence.store).superseding(winner.generation, winner.step) is not None
 
 
 def _put_manifest(request: SaveRequest, manifest: Manifest) -> dict[str, Any]:
@@ -195,6 +216,11 @@ def _put_manifest(request: SaveRequest, manifest: Manifest) -> dict[str, Any]:
             return {}
         except AlreadyExists:
             winner = Manifest.from_bytes(request.store.get(key), f"{request.store.uri}/{key}")
+            if _came_too_late(request, winner):
+                _logger.warning("%s, of generation %s, came too late and is set aside", key, winner.generation)
+                set_aside(request.store, request.folder)
+                request.store.put(key, manifest.to_bytes(), if_absent=True)
+                return {}
     except (RaydzError, OSError) as error:
         return {"error": str(error).replace("\n", " ")}
     if winner.attempt == manifest.attempt:
@@ -204,22 +230,3 @@ def _put_manifest(request: SaveRequest, manifest: Manifest) -> dict[str, Any]:
         return {"error": text, "keeps_files": False}
     _logger.warning("%s was committed by attempt %s; ours is dropped", key, winner.attempt)
     return {"keeps_files": False}
-
-
-@collection_paused()
-def build_manifest(request: SaveRequest, world_size: int, attempt: str, receipts: list[dict]) -> Manifest:
-    """Join the ranks' receipts."""
-    pieces: dict[tuple[str, str], list[Piece]] = {}
-    heads: dict[tuple[str, str], tuple[str, tuple[int, ...]]] = {}
-    for index, receipt in enumerate(receipts):
-        for name, kind, dtype, shape, start, stop, offset in receipt["pieces"]:
-            key = (name, kind)
-            if key not in heads:
-                heads[key], pieces[key] = (dtype, tuple(shape)), []
-            pieces[key].append(Piece(start, stop, index, offset))
-    tensors = {key: TensorEntry(*key, *heads[key], tuple(sorted(found))) for key, found in pieces.items()}
-    files = tuple(DataFile.from_json(receipt["file"], "a receipt") for receipt in receipts)
-    return Manifest(
-        step=request.step, world_size=world_size, attempt=attempt, created=time.time(), raydz_version=__version__,
-        files=files, tensors=tensors, aliases=dict(request.aliases), state=dict(request.state),
-    )  # fmt: skip

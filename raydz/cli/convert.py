@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from raydz.storage import S3Options
 
 _FORMS = ("hf", "raydz", "single")
+_RENAMES_SHOWN = 20
 _DTYPES = ("keep", "float32", "bfloat16", "float16")
 
 
@@ -39,10 +40,15 @@ def convert(
     weights_only: Annotated[bool, typer.Option(help="Leave optimizer states and counters out.")] = False,
     model_key: Annotated[str | None, typer.Option(metavar="KEYS", help="Of DCP: where the model is, as a.b.")] = None,
     buffers: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Names that are buffers.")] = None,
+    key_map: Annotated[str | None, typer.Option(metavar="FILE", help="JSON: names in SRC -> names in DST.")] = None,
+    scratch: Annotated[str | None, typer.Option(metavar="DIR", help="For DeepSpeed's and DCP's files on S3.")] = None,
     endpoint_url: Endpoint = None,
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint; what SRC is, is found out. Nothing in it is executed, nothing at DST overwritten.
+
+    Files of DeepSpeed and DCP on S3 are copied to --scratch first and removed after. --key-map has the form of a run's
+    resume_key_map: {"exact": {"old": "new"}, "regex": {"^old": "new"}}, or plain pairs.
 
     For raydz DST is a folder of checkpoints, for Engine.load_checkpoint (weights_only=True where SRC has no optimizer
     states), or for model.init_from of a run. Memory: one tensor at a time.
@@ -52,18 +58,24 @@ def convert(
         raise ConfigError("an unknown form", where=option, got=got, wanted=", ".join(known))
     if to == "raydz" and dtype != "keep":
         raise ConfigError("raydz keeps masters as they are", where="--dtype", got=dtype, wanted="keep")
-    from raydz.hf import open_source
+    from raydz.checkpoint import KeyMap
+    from raydz.hf import open_source, rename_source
     from raydz.storage import S3Options
 
     options = S3Options(endpoint_url=endpoint_url)
+    names = None if key_map is None else KeyMap.from_file(key_map)
     source = open_source(
-        src, options, kind=kind, model_key=model_key, weights_only=weights_only, buffers=tuple(buffers or ())
-    )
+        src, options, kind=kind, model_key=model_key, weights_only=weights_only, buffers=tuple(buffers or ()),
+        scratch=scratch,
+    )  # fmt: skip
     if not as_json:
         print(f"{source.what}, step {source.step}: {len(source.tensors)} tensors")
+    renames = None if names is None else rename_source(source, names)
     wanted = source.tensors if to == "raydz" else source.model_tensors()
     with bytes_bar(sum(item.num_bytes for item in wanted)) as done:
         found = _WRITERS[to](source, dst, options, done, _Form(dtype, shard_size, config, heads))
+    if renames is not None:
+        found |= {"renamed": renames.renamed, "unused_rules": renames.idle}
     _print(source, found, as_json)
 
 
@@ -129,6 +141,16 @@ def _split(uri: str) -> tuple[str, str]:
 _WRITERS = {"raydz": _to_raydz, "hf": _to_hf, "single": _to_single}
 
 
+def _print_renames(renamed: dict[str, str], idle: list[str]) -> None:
+    print(f"{len(renamed)} names changed by the key map")
+    for new, stored in list(renamed.items())[:_RENAMES_SHOWN]:
+        print(f"  {stored} -> {new}")
+    if len(renamed) > _RENAMES_SHOWN:
+        print(f"  and {len(renamed) - _RENAMES_SHOWN} more: --json has all")
+    for rule in idle:
+        print(f"note: a rule of the key map matched nothing: {rule}")
+
+
 def _print(source: Source, found: dict[str, Any], as_json: bool) -> None:
     if as_json:
         kinds = {kind: sum(item.kind == kind for item in source.tensors) for kind in {i.kind for i in source.tensors}}
@@ -137,6 +159,8 @@ def _print(source: Source, found: dict[str, Any], as_json: bool) -> None:
         return
     for note in source.notes:
         print(f"note: {note}")
+    if "renamed" in found:
+        _print_renames(found["renamed"], found["unused_rules"])
     if files := found.get("files"):
         print(f"{len(files)} safetensors files, {format_bytes(sum(files.values()))}")
     if source.model and "files" not in found:

@@ -10,12 +10,14 @@ from raydz.hf.detect import open_source
 from raydz.hf.export import Export, export_folder, export_single
 from raydz.hf.initial import load_initial
 from raydz.hf.llama import config_of_decoder, derive_config
+from raydz.hf.renamed import Renames, rename_source
 from raydz.hf.source import Source, SourceTensor
 
 __all__ = [
     "BackgroundExports",
     "Export",
     "ExportRequest",
+    "Renames",
     "Source",
     "SourceTensor",
     "config_of_decoder",
@@ -24,5 +26,6 @@ __all__ = [
     "export_single",
     "load_initial",
     "open_source",
+    "rename_source",
     "write_checkpoint",
 ]

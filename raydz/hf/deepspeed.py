@@ -25,7 +25,12 @@ _OPTIM_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_stat
 
 def is_zero_folder(folder: Path) -> bool:
     """Whether the folder of a tag holds optimizer partitions."""
-    return any(_OPTIM_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return any(is_zero_file(path.name) for path in folder.iterdir())
+
+
+def is_zero_file(name: str) -> bool:
+    """Whether it holds a rank's optimizer partition."""
+    return _OPTIM_FILE.fullmatch(name) is not None
 
 
 def open_zero(folder: Path) -> Source:

@@ -5,9 +5,10 @@ Neighbours: `cli/convert.py` calls `open_source`; each layout is opened by its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from raydz.checkpoint import open_checkpoint
@@ -16,10 +17,11 @@ from raydz.checkpoint.manifest import MANIFEST_NAME
 from raydz.errors import CheckpointError
 from raydz.hf.checkpoint_source import open_checkpoint_source
 from raydz.hf.dcp import METADATA, open_dcp
-from raydz.hf.deepspeed import is_zero_folder, open_zero
+from raydz.hf.deepspeed import is_zero_file, is_zero_folder, open_zero
 from raydz.hf.folder import is_hf_folder, open_folder, open_single
+from raydz.hf.remote import checkpoint_objects, kept_with, local_copy
 from raydz.hf.source import BUFFER, WEIGHT, Source
-from raydz.hf.universal import is_universal_folder, open_universal
+from raydz.hf.universal import is_universal_file, is_universal_folder, open_universal
 from raydz.storage import S3Options, Store, open_store
 
 _LATEST = ("latest", "latest_universal")
@@ -33,19 +35,23 @@ def open_source(
     model_key: str | None = None,
     weights_only: bool = False,
     buffers: Sequence[str] = (),
+    scratch: str | None = None,
 ) -> Source:
     """Open a checkpoint of raydz, DeepSpeed, DCP or Hugging Face; tensors are read when they are asked for.
+
+    DeepSpeed's and DCP's on S3 are copied to this host first; the copy goes with the source.
 
     Args:
         kind: of a raydz checkpoint, what stands for its weights.
         model_key: see `open_dcp`.
         weights_only: leave optimizer states and counters out.
         buffers: globs of names that are buffers of their modules, where a layout does not tell them from parameters.
+        scratch: folder for such a copy; None is the system's for temporary files.
 
     Raises:
         CheckpointError: nothing known is there, or it is damaged.
     """
-    source = _open(uri, options, kind, model_key, weights_only)
+    source = _open(uri, options, kind, partial(_open_torch, model_key=model_key, weights_only=weights_only), scratch)
     for pattern in buffers:
         _mark_buffers(source, pattern)
     if weights_only:
@@ -53,7 +59,9 @@ def open_source(
     return source.require_tensors()
 
 
-def _open(uri: str, options: S3Options | None, kind: str, model_key: str | None, weights_only: bool) -> Source:
+def _open(
+    uri: str, options: S3Options | None, kind: str, open_torch: Callable[[Path], Source | None], scratch: str | None
+) -> Source:
     if uri.endswith(".safetensors"):
         key = uri.rpartition("/")[2]
         return open_single(open_store(uri[: -len(key)] or ".", options), key)
@@ -64,14 +72,34 @@ def _open(uri: str, options: S3Options | None, kind: str, model_key: str | None,
     if is_hf_folder(store):
         return open_folder(store)
     if "://" in uri and not uri.startswith("file://"):
-        raise _unknown(store, "DeepSpeed's and DCP's are read from local folders only: copy it")
-    path = Path(store.uri.removeprefix("file://"))
+        objects = checkpoint_objects(store, METADATA, is_deepspeed_file)
+        if objects:
+            with local_copy(store, objects, scratch) as copy:
+                copied = open_torch(copy)
+                if copied is None:
+                    raise _unknown(store, None)
+                copied.uri = uri
+                return kept_with(copied, copy)
+        raise _unknown(store, None)
+    found = open_torch(Path(store.uri.removeprefix("file://")))
+    if found is None:
+        raise _unknown(store, None)
+    return found
+
+
+def _open_torch(path: Path, *, model_key: str | None, weights_only: bool) -> Source | None:
+    """What torch's own files in a folder are, or None."""
     if (path / METADATA).is_file():
         return open_dcp(path, model_key=model_key, weights_only=weights_only)
     tag = _deepspeed_folder(path)
-    if tag is not None:
-        return open_universal(tag) if is_universal_folder(tag) else open_zero(tag)
-    raise _unknown(store, None)
+    if tag is None:
+        return None
+    return open_universal(tag) if is_universal_folder(tag) else open_zero(tag)
+
+
+def is_deepspeed_file(key: str) -> bool:
+    """Whether a folder with this file in it is one of DeepSpeed's tags."""
+    return is_zero_file(key) or is_universal_file(key)
 
 
 def _mark_buffers(source: Source, pattern: str) -> None:

@@ -25,6 +25,11 @@ def is_universal_folder(folder: Path) -> bool:
     return any((folder / "zero").glob("*/fp32.pt"))
 
 
+def is_universal_file(key: str) -> bool:
+    """Whether this key, below its folder, is that of a parameter's weight."""
+    return key.startswith("zero/") and key.count("/") == 2 and key.endswith("/fp32.pt")
+
+
 def open_universal(folder: Path) -> Source:
     """Open what `ds_to_universal` wrote from any stage; a parameter's file is read when it is asked for.
 

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from raydz.checkpoint import SaveRequest
+from raydz.checkpoint.encoding import pack_column
 from raydz.checkpoint.garbage import collection_paused
-from raydz.checkpoint.writer import build_manifest, decode_receipts
+from raydz.checkpoint.receipts import build_manifest, decode_receipts
 
 
 def test_collection_goes_on_afterwards_as_it_was() -> None:
@@ -29,11 +29,12 @@ def test_collection_goes_on_afterwards_as_it_was() -> None:
 
 def test_receipts_of_a_thousand_ranks_are_joined_without_one_collection() -> None:
     file = {"path": "x", "bytes": 8, "chunk_bytes": 8, "chunk_crcs": [1], "crc": 1, "algorithm": "crc32"}
+    names = [[f"w{n}", [1024]] for n in range(20)]
     receipts = [
-        json.dumps({"file": file, "pieces": [[f"w{n}", "weight", "F32", [1024], r, r + 1, 0] for n in range(20)]})
+        json.dumps({"file": file, "names": names, "kinds": [["weight", "F32"]], "count": 20,
+                    "pieces": pack_column([range(20), [0] * 20, [r] * 20, [r + 1] * 20, [0] * 20])})
         for r in range(1024)
-    ]
-    request = SaveRequest(None, "step-1", 1, [], {}, {})  # type: ignore[arg-type]
+    ]  # fmt: skip
     inside: list[str] = []
 
     def note(phase: str, info: dict) -> None:
@@ -43,7 +44,7 @@ def test_receipts_of_a_thousand_ranks_are_joined_without_one_collection() -> Non
     counts = [stage["collections"] for stage in gc.get_stats()]
     gc.callbacks.append(note)
     try:
-        manifest = build_manifest(request, 1024, "a", decode_receipts(receipts))
+        manifest = build_manifest(decode_receipts(receipts), step=1, attempt="a", aliases={}, state={})
         manifest.to_bytes()
     finally:
         gc.callbacks.remove(note)

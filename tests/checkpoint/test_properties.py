@@ -14,12 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from raydz.checkpoint import Manifest, SaveRequest, StatePiece, data_file
+from raydz.checkpoint import Manifest, StatePiece, data_file
 from raydz.checkpoint.data_file import plan_file, write_file
 from raydz.checkpoint.load_plan import plan_load
 from raydz.checkpoint.pieces import DTYPE_NAMES
 from raydz.checkpoint.reader import CheckpointReader
-from raydz.checkpoint.writer import build_manifest, receipt_of
+from raydz.checkpoint.receipts import build_manifest, receipt_of
 from raydz.storage import open_store
 from raydz.zero import GroupLayout
 
@@ -74,7 +74,7 @@ def save_all(store, layout: Layout, tensors: dict[str, torch.Tensor]) -> Manifes
         plan = plan_file(layout.pieces(tensors, rank, saving=True))
         with store.writer(f"one/{rank}") as out:
             receipts.append(receipt_of(plan, write_file(plan, out, str(rank))))
-    manifest = build_manifest(SaveRequest(store, "one", 1, [], {}, {}), layout.world_size, "a", receipts)
+    manifest = build_manifest(receipts, step=1, attempt="a", aliases={}, state={})
     return Manifest.from_bytes(manifest.to_bytes(), "here")
 
 

@@ -128,4 +128,4 @@ def test_from_and_to_s3(saved: Path, tmp_path: Path, raydz_command, s3_env):
     found = {f"weight/{name}": tensor.reshape(-1) for name, tensor in load_file(tmp_path / "one.safetensors").items()}
     assert same_bits(found, wanted) == [] and SHAPE["vocab_size"] == 53
     result = raydz_command("convert", f"{uri}/nothing", tmp_path / "x", "--to", "hf", *endpoint)
-    assert result.exit_code == 1 and "local folders only" in result.stderr
+    assert result.exit_code == 1 and "no checkpoint that raydz knows" in result.stderr

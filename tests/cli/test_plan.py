@@ -23,7 +23,7 @@ def test_the_articles_file_is_planned_without_torch_and_within_seconds():
     assert result.returncode == 0, result.stderr
     assert "7.0G parameters" in result.stdout
     assert "1024 rows a step = 8 * 16 * 8 ranks" in result.stdout
-    assert result.stdout.count("not in this release") >= 12 + 2  # the column, and each key by name
+    assert "host │" in result.stdout.replace("┃", "│") and "offload keeps" in result.stdout
     assert "first right: stage 2" in result.stdout
 
 
@@ -45,10 +45,9 @@ def test_a_table_has_a_row_a_stage_with_the_bytes_of_the_plan(raydz_command):
     assert [row[2].strip() for row in rows] == ["0", "1", "2", "3"]
     planner = decoder_planner(load(DEMO), "cpu")
     for row, stage in zip(rows, range(4), strict=True):
-        memory, traffic = planner.at(2, stage=stage).memory, planner.at(2, stage=stage).traffic
-        assert [float(cell) for cell in row[-4:-1]] == pytest.approx(
-            [value / 2**20 for value in (memory.model_states, memory.total, traffic.total)], abs=0.06
-        )
+        plan = planner.at(2, stage=stage)
+        figures = plan.memory.model_states, plan.memory.total, plan.snapshot_bytes, plan.traffic.total
+        assert [float(cell) for cell in row[-5:-1]] == pytest.approx([value / 2**20 for value in figures], abs=0.06)
     assert "offload" not in result.stdout.replace("without offload", "")
 
 
