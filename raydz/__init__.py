@@ -26,7 +26,7 @@ _HOMES = {
     "Config": "raydz.config",
     "Engine": "raydz.engine",
     "Result": "raydz.train.result",
-    "fit": "raydz.orchestrate",
+    "fit": "raydz.orchestrate.fit",
     "initialize": "raydz.engine",
     "load_config": "raydz.config",
 }

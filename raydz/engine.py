@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from raydz import log
@@ -19,7 +20,11 @@ from raydz.checkpoint.access import CheckpointAccess
 from raydz.config import EngineConfig, check_trainable, load_engine
 from raydz.dist import CommClock, Mesh, MeshShape, World, init_world
 from raydz.errors import TrainingError
-from raydz.models.checkpointing import wrap_blocks
+from raydz.models.checkpointing import offload_inputs, wrap_blocks
+from raydz.offload.activations import ActivationOffload
+from raydz.offload.options import Hosting
+from raydz.offload.parameters import ParameterOffload
+from raydz.offload.speculation import OffloadStep, with_waits
 from raydz.optim import build_loss_scale, build_optimizer, build_schedule, clip_scale
 from raydz.zero import (
     Communicators,
@@ -30,8 +35,10 @@ from raydz.zero import (
     install_hooks,
 )
 from raydz.zero.average import ShardedAverage
+from raydz.zero.hosted import HostedOptimizer
 from raydz.zero.initialize import choose_values, place_buffers
 from raydz.zero.join import JoinAccess, Joining
+from raydz.zero.moves import MoveAccess
 from raydz.zero.precision import PrecisionPlan, map_tensors
 from raydz.zero.settings import plan_settings
 from raydz.zero.verify import StepVerification
@@ -49,6 +56,7 @@ class StepReport:
         grad_norm: global norm before clipping.
         skipped: the gradients were not finite, and nothing was changed.
         loss_scale: factor of the step's losses under fp16, which `grad_norm` is without; None otherwise.
+        offload: how the update went where states are in host memory; None otherwise.
     """
 
     step: int
@@ -56,9 +64,10 @@ class StepReport:
     grad_norm: float
     skipped: bool
     loss_scale: float | None = None
+    offload: OffloadStep | None = None
 
 
-class Engine(StepVerification, JoinAccess, CheckpointAccess):
+class Engine(StepVerification, JoinAccess, MoveAccess, CheckpointAccess):
     """A module whose state is sharded over ranks, and the optimizer that trains it.
 
     Args:
@@ -96,6 +105,7 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
         self.comms = Communicators.over(self.mesh, self.clock, ordered=config.parallel.ordered_collectives is True)
         self._monitor = self.comms.watch(world, limit_s=config.parallel.divergence_timeout_s)
         wrap_blocks(model, config.parallel.activation_checkpointing, config.parallel.units)
+        self.activations = self._offload_activations()
         optimizer = build_optimizer(config.optimizer.type, **config.optimizer.params.model_dump())
         settings = plan_settings(model, optimizer, model_parameters)  # before Parameters of a meta model are replaced
         zero = config.zero_optimization
@@ -111,10 +121,17 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
             values=choose_values(model, config.seed, self.comms.world),
             accumulation=self.batch.accumulation,
             unit_patterns=config.parallel.units,
+            offload=ParameterOffload.from_config(config, lambda: self.host_memory, world.device, world.rank),
+            rest_device=torch.device("cpu") if config.offloads_optimizer else None,
         )
         place_buffers(model, world.device, self.comms.world)
         params = config.optimizer.params
-        self.optimizer = ShardedOptimizer(self.sharded, optimizer, settings, seed=config.seed)
+        hosting = Hosting.from_config(config, lambda: self.host_memory, world.local_world_size, world.rank)
+        self.optimizer = (
+            ShardedOptimizer(self.sharded, optimizer, settings, seed=config.seed)
+            if hosting is None
+            else HostedOptimizer(self.sharded, optimizer, settings, hosting=hosting, seed=config.seed)
+        )
         scheduler = config.scheduler
         self.schedule = build_schedule(
             scheduler.type if scheduler else None, scheduler.params.model_dump() if scheduler else {}, params.lr
@@ -131,6 +148,17 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
         self.skipped_steps = 0
         self.skipped_in_row = 0
         self.last_report: StepReport | None = None
+
+    def _offload_activations(self) -> ActivationOffload | None:
+        if not self.config.activation_checkpointing.cpu_checkpointing:
+            return None
+        offload = ActivationOffload(self.host_memory, self.world.device)
+        if not offload_inputs(self.module, offload, self.config.parallel.units):
+            _logger.warning(
+                "activation_checkpointing.cpu_checkpointing has no effect: raydz recomputes no block of this model; "
+                "set parallel.activation_checkpointing to full"
+            )
+        return offload
 
     # -- one step ----------------------------------------------------------------------------------------------
 
@@ -167,7 +195,10 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
         divisor = self._divisor(denominator)
         if self._joining is not None:
             self._joining.count(is_mean=denominator is None)
-        self.sharded.begin_backward(is_last=self.is_gradient_accumulation_boundary())
+        is_last = self.is_gradient_accumulation_boundary()
+        if is_last:
+            self._expect_update()
+        self.sharded.begin_backward(is_last=is_last)
         try:
             self._to_differentiate(loss, divisor).backward()
             self.sharded.end_backward()
@@ -182,6 +213,14 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
             return loss / divisor
         return loss.float() / divisor * self.loss_scale.scale
 
+    def _expect_update(self) -> None:
+        """Say what the step's update will be if it is neither clipped nor skipped; in a `join` nobody knows yet."""
+        step, scaling = self.global_steps + 1, 1.0 if self.loss_scale is None else self.loss_scale.scale
+        self.optimizer.expect(
+            step=step, lr=self.schedule.lr(step), betas=self.schedule.betas(step),
+            grad_scale=None if self._joining is not None else 1.0 / scaling,
+        )  # fmt: skip
+
     def step(self) -> StepReport | None:
         """After a step's last micro-batch update the weights; after another one only count it.
 
@@ -191,8 +230,9 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
         Collective: every rank. Blocking: the host waits for the gradient norm.
 
         Raises:
-            TrainingError: too many non-finite steps in a row; names parameters.
+            TrainingError: too many non-finite steps in a row, with names of parameters; or states were moved away.
         """
+        self.sharded.require_present("a step")
         at_boundary = self.is_gradient_accumulation_boundary()
         if self._joining is not None:
             self._joining.end_micro_batch()
@@ -221,8 +261,14 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
             if self.average is not None:
                 self.average.update()
         self.optimizer.clear_gradients()
-        self.last_report = StepReport(self.global_steps, lr, norm, skipped, loss_scale)
+        offload = with_waits(self.optimizer.offload_report(), self._take_copy_waits())
+        self.last_report = StepReport(self.global_steps, lr, norm, skipped, loss_scale, offload)
         return self.last_report
+
+    def _take_copy_waits(self) -> dict[str, float]:
+        """Seconds that forward and backward waited for the host since the last step, by the names of `explain`."""
+        waits = {"parameters": self.sharded.offload, "activations": self.activations}
+        return {cause: offload.waits.take() for cause, offload in waits.items() if offload is not None}
 
     def discard_step(self) -> StepReport:
         """In place of `step` after a step's last micro-batch: drop its gradients and change nothing else.
@@ -235,6 +281,7 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
             TrainingError: no backward has run since the last step, or micro-batches of this one are to come; or in a
                 `join`, where ranks without a batch would take the step.
         """
+        self.sharded.require_present("a step")
         if self._joining is not None:
             raise TrainingError("a step is discarded within a join", wanted="engine.step(), which every rank makes")
         if not self.is_gradient_accumulation_boundary():
@@ -292,6 +339,12 @@ class Engine(StepVerification, JoinAccess, CheckpointAccess):
             handle.remove()
         self._hooks.clear()
         self._monitor.stop()
+        self.optimizer.close()
+        self.close_moves()
+        if self.sharded.offload is not None:
+            self.sharded.offload.close()
+        if self.activations is not None:
+            self.activations.close()
         self.mesh.close()
 
 

@@ -14,7 +14,10 @@ _WHERE = "train_batch_size, train_micro_batch_size_per_gpu, gradient_accumulatio
 
 @dataclass(frozen=True)
 class BatchSize:
-    """Rows of one optimizer step and how they are cut: `global_batch = micro_batch * accumulation * world_size`."""
+    """Rows of one optimizer step and how they are cut.
+
+    `global_batch = micro_batch * accumulation * world_size`, and less where ranks do not divide it (`cut_batch`).
+    """
 
     global_batch: int
     micro_batch: int
@@ -53,6 +56,17 @@ def resolve_batch(
     if micro * accumulation * world_size != train_batch_size:
         raise _open_triangle(train_batch_size, micro, accumulation, world_size)
     return BatchSize(train_batch_size, micro, accumulation)
+
+
+def cut_batch(train_batch_size: int, micro: int | None, world_size: int, *, most_ranks: int) -> BatchSize:
+    """The cut of a global batch that stays the same on any number of ranks: no rank has two rows more than another.
+
+    A micro-batch that is not given is what `most_ranks` take at once; fewer ranks accumulate.
+    """
+    _check_positive(train_batch_size, micro, None, world_size)
+    micro = micro or -(-train_batch_size // most_ranks)
+    rows = -(-train_batch_size // world_size)
+    return BatchSize(train_batch_size, micro, -(-rows // micro))
 
 
 def _check_positive(train_batch_size: int | None, micro: int | None, accumulation: int | None, world_size: int) -> None:

@@ -3,8 +3,7 @@
 Layer 1. `screen` walks a configuration along this table before `engine` validates what is left.
 
 HONOURED: means here what it means there. NO_EFFECT: accepted, and a warning names it with the reason once it asks for
-something other than its default. REFUSED: an error with the reason, once it asks for something. LATER: loads and
-can be planned with, `check_trainable` refuses it by name.
+something other than its default. REFUSED: an error with the reason, once it asks for something.
 
 `default` is DeepSpeed's. `ours` is given where raydz deliberately starts from another value:
 `AUTO_SIZE` sizes scale with the model, because fixed ones make stage 3 use more memory than stage 2 on small models.
@@ -17,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Verdict = Literal["honoured", "no effect", "refused", "later"]
+Verdict = Literal["honoured", "no effect", "refused"]
 _SAME = object()
 AUTO_SIZE = None
 F, T = False, True
@@ -57,7 +56,7 @@ def _sized(name: str, default: int) -> Key:
     return Key("zero_optimization." + name, "honoured", default, "scaled with the model", ours=AUTO_SIZE)
 
 
-_ZERO, _PARAMS = "zero_optimization.", "optimizer.params."
+_ZERO, _PARAMS, _ACTIVATIONS = "zero_optimization.", "optimizer.params.", "activation_checkpointing."
 _LATER = "comes with a later release"
 _LOGS = "metrics go to MLflow and the run's journal"
 _OWN = "optimizers are raydz's own"
@@ -96,6 +95,7 @@ _HONOURED = [
     *_rows("honoured", _ZERO, "", zero_quantized_nontrainable_weights=F),
     *_rows("honoured", _ZERO, "", stage3_gather_16bit_weights_on_model_save=F),
     *_rows("honoured", _ZERO, "", stage3_model_persistence_threshold=sys.maxsize),
+    *_rows("honoured", _ACTIVATIONS, "of blocks that are recomputed", cpu_checkpointing=F),
     _sized("reduce_bucket_size", 500_000_000),
     _sized("allgather_bucket_size", 500_000_000),
     _sized("stage3_prefetch_bucket_size", 50_000_000),
@@ -103,22 +103,21 @@ _HONOURED = [
     _sized("stage3_max_reuse_distance", 1_000_000_000),
 ]
 
-_OFFLOAD_DEFAULTS: dict[str, dict[str, Any]] = {
-    "optimizer": {"nvme_path": None, "buffer_count": 4, "pin_memory": T, "pipeline_read": F, "pipeline_write": F}
-    | {"fast_init": F, "ratio": 1.0},
-    "param": {"nvme_path": None, "buffer_count": 5, "pin_memory": T}
-    | {"buffer_size": 100_000_000, "max_in_cpu": 1_000_000_000},
-}
 _OFFLOAD = [
-    *_rows("later", _ZERO + "offload_optimizer.", f"offloading the optimizer {_LATER}", device="none"),
-    *_rows("later", _ZERO + "offload_param.", f"offloading parameters {_LATER}", device="none"),
-    *(
-        Key(f"{_ZERO}offload_{part}.{name}", "later", default, "read by the offload tiers")
-        for part, defaults in _OFFLOAD_DEFAULTS.items()
-        for name, default in defaults.items()
-    ),
-    *_rows("refused", _ZERO + "offload_optimizer.", f"SuperOffload {_LATER}", super_offload=F),
-    *_rows("no effect", _ZERO + "offload_optimizer.", "part of SuperOffload", cpuadam_cores_perc=0.8),
+    *_rows("honoured", _ZERO + "offload_optimizer.", "", device="none", pin_memory=T),
+    *_rows("honoured", _ZERO + "offload_optimizer.", "what is needed first stays on the device", ratio=1.0),
+    *_rows("no effect", _ZERO + "offload_optimizer.", "states begin as zeros that nobody writes", fast_init=F),
+    *_rows("honoured", _ZERO + "offload_optimizer.", "", nvme_path=None, buffer_count=4),
+    Key(_ZERO + "offload_optimizer.pipeline_read", "honoured", F, "yes where it is left out", ours=None),
+    Key(_ZERO + "offload_optimizer.pipeline_write", "honoured", F, "yes where it is left out", ours=None),
+    *_rows("honoured", "aio.", "", block_size=1 << 20, queue_depth=8, single_submit=F, overlap_events=T),
+    *_rows("honoured", "aio.", "threads, each with a ring of its own", thread_count=1, intra_op_parallelism=None),
+    *_rows("no effect", "aio.", "reads and writes go through host memory, where updates are made", use_gds=F),
+    *_rows("honoured", _ZERO + "offload_param.", "stage 3", device="none", pin_memory=T),
+    *_rows("honoured", _ZERO + "offload_param.", "of a disk", nvme_path=None, buffer_count=5, buffer_size=100_000_000),
+    *_rows("honoured", _ZERO + "offload_param.", "of a disk", max_in_cpu=1_000_000_000),
+    *_rows("no effect", _ZERO + "offload_optimizer.", "see parallel.offload_update, which is exact", super_offload=F),
+    *_rows("no effect", _ZERO + "offload_optimizer.", "see parallel.offload_threads", cpuadam_cores_perc=0.8),
 ]
 
 _NO_EFFECT = [
@@ -136,8 +135,11 @@ _NO_EFFECT = [
     *_rows("no effect", "", "there are no CUDA graphs here", graph_harvesting=F),
     *_rows("no effect", "", "read by DeepSpeed's own tools alone", vocabulary_size=None, log_level=None, eigenvalue={}),
     *_rows("no effect", "", "there are no experts yet", use_data_before_expert_parallelism=F),
-    *_rows("no effect", "", "see parallel.activation_checkpointing", activation_checkpointing={}),
-    *_rows("no effect", "", "belongs to the NVMe tier", aio={}),
+    *_rows("no effect", _ACTIVATIONS, "only whole inputs of blocks are kept", partition_activations=F),
+    *_rows("no effect", _ACTIVATIONS, "every block is recomputed", number_checkpoints=None),
+    *_rows("no effect", _ACTIVATIONS, "host buffers are always used again", contiguous_memory_optimization=F),
+    *_rows("no effect", _ACTIVATIONS, "streams wait for events alone", synchronize_checkpoint_boundary=F),
+    *_rows("no effect", _ACTIVATIONS, _LOGS, profile=F),
     *_rows("no effect", "", "checkpoints are raydz's own", nebula={"enabled": F}, datastates_ckpt={}),
     *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", tag_validation="Warn", load_universal=F),
     *_rows("no effect", "checkpoint.", "checkpoints are raydz's own", use_node_local_storage=F, parallel_write={}),

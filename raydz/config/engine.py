@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
-from raydz.config.batch import BatchSize, resolve_batch
+from raydz.config.batch import BatchSize, cut_batch, resolve_batch
 from raydz.config.faults import Fault, Unfit
 from raydz.config.optimizer import AnyOptimizerConfig, OptimizerConfig
 from raydz.config.section import AboveZero, Count, Fraction, NonNegative, Positive, Section, Whole
+from raydz.errors import ConfigError
+from raydz.units import parse_bytes
 
 _DTYPES = {"float32": "fp32", "float": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
@@ -35,6 +37,19 @@ def _recomputation(value: Any) -> Any:
 Recomputation = Annotated[Literal["none", "full", "selective"], BeforeValidator(_recomputation)]
 """What backward computes again, block by block: nothing, all, or what is cheap (no matrix product, no attention)."""
 AccumulationDtype = Annotated[Literal["fp32", "bf16", "fp16"], _spelling(_DTYPES)]
+
+
+def _bytes_or_fraction(value: Any) -> Any:
+    try:
+        is_size = parse_bytes(value) > 0 if isinstance(value, str) else not isinstance(value, bool) and value > 0
+    except (ConfigError, TypeError):
+        is_size = False
+    if not is_size:
+        raise Unfit(Fault("", "wrong value", got=repr(value), wanted="a fraction up to 1, or a size such as 64GiB"))
+    return value
+
+
+HostMemoryBudget = Annotated[str | float, BeforeValidator(_bytes_or_fraction)]
 
 
 class WarmupLRParams(Section):
@@ -167,11 +182,20 @@ class OffloadOptimizerConfig(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: Positive = 4
+    """Units in host memory at a time of those on the disk; three at least."""
     pin_memory: bool = True
-    pipeline_read: bool = False
-    pipeline_write: bool = False
+    pipeline_read: bool | None = None
+    """None: yes. False: a unit is read from the disk when it is to be updated, not before."""
+    pipeline_write: bool | None = None
+    """None: yes. False: the update waits until a unit is written to the disk."""
     fast_init: bool = False
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    @model_validator(mode="after")
+    def _a_disk_has_a_path(self) -> OffloadOptimizerConfig:
+        if self.device == "nvme" and not self.nvme_path:
+            raise Unfit(Fault("nvme_path", "there is no path to a disk", got="none", wanted="a folder on a local disk"))
+        return self
 
 
 class OffloadParamConfig(Section):
@@ -180,9 +204,45 @@ class OffloadParamConfig(Section):
     device: Literal["none", "cpu", "nvme"] = "none"
     nvme_path: str | None = None
     buffer_count: Positive = 5
+    """Shards in host memory at a time of those on the disk."""
     buffer_size: Positive = 100_000_000
+    """Most elements of a shard on the disk."""
     max_in_cpu: Count = 1_000_000_000
+    """So many elements of a rank's shards stay in host memory and off the disk."""
     pin_memory: bool = True
+
+    @model_validator(mode="after")
+    def _a_disk_has_a_path(self) -> OffloadParamConfig:
+        if self.device == "nvme" and not self.nvme_path:
+            raise Unfit(Fault("nvme_path", "there is no path to a disk", got="none", wanted="a folder on a local disk"))
+        return self
+
+
+class AioConfig(Section):
+    """`aio`: how a tier on a disk reads and writes. Units: bytes."""
+
+    block_size: Positive = 1 << 20
+    queue_depth: Positive = 8
+    """Blocks in flight, for each thread."""
+    thread_count: Positive = 1
+    """Threads that submit and collect, each with a ring of its own."""
+    intra_op_parallelism: Positive | None = None
+    """The same, where both are given the one that counts."""
+    single_submit: bool = False
+    """Hand every block to the kernel by itself."""
+    overlap_events: bool = True
+    """False: new blocks are begun when all of the last are done."""
+
+    @model_validator(mode="after")
+    def _fits_the_disk(self) -> AioConfig:
+        if self.block_size % 4096:
+            what, got = "direct reads and writes are whole pages", str(self.block_size)
+            raise Unfit(Fault("block_size", what, got=got, wanted="a multiple of 4096"))
+        return self
+
+    @property
+    def threads(self) -> int:
+        return self.intra_op_parallelism or self.thread_count
 
 
 class ZeroConfig(Section):
@@ -223,6 +283,13 @@ class ZeroConfig(Section):
     offload_param: OffloadParamConfig | None = None
 
 
+class ActivationConfig(Section):
+    """`activation_checkpointing`: DeepSpeed's section; `parallel.activation_checkpointing` says what is recomputed."""
+
+    cpu_checkpointing: bool = False
+    """Keep the inputs of recomputed blocks in pinned host memory until backward."""
+
+
 class ParallelConfig(Section):
     """`parallel`: how the engine cuts and moves the model, beyond what DeepSpeed has keys for."""
 
@@ -241,6 +308,19 @@ class ParallelConfig(Section):
     collective_timeout_s: AboveZero = 300.0
     divergence_timeout_s: AboveZero = 20.0
     """How long a rank waits in a collective before it asks the others whether they will ever come."""
+    host_memory_budget: HostMemoryBudget | None = None
+    """Host memory of a node that offload may hold, its ranks together: bytes, text such as "64GiB", or a fraction of
+    what is available at the start; None: 0.9 of that."""
+    offload_threads: Positive | None = None
+    """Threads of a rank that update offloaded states; None: as many as its share of `offload_affinity`, or of the CPUs
+    that the process may run on."""
+    offload_update: Literal["auto", "waiting", "speculative"] = "auto"
+    """Whether offloaded states are updated before the gradient norm is known, in second buffers, so that undoing it
+    costs nothing but time; auto: while the host has room for them and clipping is not what most steps do."""
+    offload_affinity: list[Whole] | None = None
+    """CPUs of the node on which these threads run, shared out over its ranks; None: all that the process may use."""
+    offload_explain_above: Fraction = 0.1
+    """A share of a step that waits for offload above which a line of the log says what limits; once in 100 steps."""
 
 
 class EngineSections(Section):
@@ -264,7 +344,12 @@ class EngineSections(Section):
     gradient_predivide_factor: AboveZero = 1.0
     """Other than 1: gradients are divided by it before the reduction, and by the rest of the ranks' number after it."""
     data_types: DataTypesConfig = DataTypesConfig()
+    activation_checkpointing: ActivationConfig = ActivationConfig()
+    aio: AioConfig = AioConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    _most_ranks: int | None = PrivateAttr(None)
+    """Of a run whose number of ranks changes: the batch is then cut unevenly where ranks do not divide it."""
 
     def batch(self, world_size: int) -> BatchSize:
         """The batch triangle on `world_size` data-parallel ranks.
@@ -272,6 +357,10 @@ class EngineSections(Section):
         Raises:
             ConfigError: the given sizes don't close; names them and the changes that would fit.
         """
+        if self._most_ranks is not None and self.train_batch_size is not None:
+            return cut_batch(
+                self.train_batch_size, self.train_micro_batch_size_per_gpu, world_size, most_ranks=self._most_ranks
+            )
         return resolve_batch(
             self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps, world_size
         )
@@ -302,6 +391,27 @@ class EngineSections(Section):
             faults.append(Fault(key, "an all-reduce cannot send int8", wanted="zero_optimization.reduce_scatter: true"))
         if faults:
             raise Unfit(*faults)
+        return self
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and optimizer states live in host memory or on a disk."""
+        section = self.zero_optimization.offload_optimizer
+        return section is not None and section.device != "none"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether released weights live in host memory or on a disk."""
+        section = self.zero_optimization.offload_param
+        return section is not None and section.device != "none"
+
+    @model_validator(mode="after")
+    def _parameters_are_offloaded_at_stage_3(self) -> EngineSections:
+        stage = self.zero_optimization.stage
+        if self.offloads_parameters and stage < 3:
+            key = "zero_optimization.offload_param.device"
+            what, remedy = "only what is released can live elsewhere", "offload_optimizer works at every stage"
+            raise Unfit(Fault(key, what, got=f"stage {stage}", wanted="stage 3, or device: none", remedy=remedy))
         return self
 
     @property

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from raydz import log
-from raydz.config.deepspeed import KEYS
 from raydz.config.engine import EngineConfig, EngineSections, WarmupCosineLR, WarmupDecayLR
 from raydz.config.faults import Fault, from_pydantic, raise_faults
 from raydz.config.overrides import apply_overrides
@@ -82,22 +81,14 @@ def load_engine(source: Source | Config | EngineConfig) -> EngineConfig:
 
 
 def check_trainable(config: Config | EngineConfig) -> None:
-    """Refuse by name what can be written and planned with, but not trained with in this release.
+    """Refuse by name what can be written and planned with, but not trained with.
 
     Raises:
         ConfigError: names every such key.
     """
-    faults = []
-    for part in ("offload_optimizer", "offload_param"):
-        section = getattr(config.zero_optimization, part)
-        if section is not None and section.device != "none":
-            row = KEYS[f"zero_optimization.{part}.device"]
-            remedy = f"set it to none, or remove the section: {row.reason}"
-            faults.append(Fault(row.path, "cannot be trained with yet", got=section.device, remedy=remedy))
     if isinstance(config, Config) and not config.data.sources:
-        faults.append(Fault("data.sources", "there is nothing to train on", wanted="at least one source of text"))
-    if faults:
-        raise_faults(faults, "check before training")
+        fault = Fault("data.sources", "there is nothing to train on", wanted="at least one source of text")
+        raise_faults([fault], "check before training")
 
 
 def _read(source: Source) -> tuple[Mapping[str, Any], str, Path]:

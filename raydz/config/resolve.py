@@ -28,9 +28,11 @@ _IDENTITY: dict[str, set[str] | None] = {
     "data": {"evals", "cache_dir"},
     "train": {"eval_every", "eval_rows", "log_every", "sample_prompt", "sample_tokens", "threads", "device"}
     | {"max_skipped_in_row", "evaluate_ema"},
-    "parallel": {"collective_timeout_s"},
+    "parallel": {"collective_timeout_s", "host_memory_budget", "offload_threads", "offload_affinity"}
+    | {"offload_explain_above", "offload_update"},
+    "zero_optimization": {"offload_optimizer", "offload_param"},
     **dict.fromkeys(("resume", "resume_key_map", "checkpoint", "storage", "scaling", "failure", "tracking")),
-    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown")),
+    **dict.fromkeys(("steps_per_print", "wall_clock_breakdown", "aio", "activation_checkpointing")),
 }
 
 

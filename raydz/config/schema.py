@@ -10,10 +10,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
+from raydz.config.batch import BatchSize
 from raydz.config.engine import EngineConfig, EngineSections, Recomputation
 from raydz.config.faults import Fault, Unfit
 from raydz.config.resolve import to_yaml
-from raydz.config.section import AboveZero, Count, FolderName, Fraction, NonNegative, Positive, Section, Text, Whole
+from raydz.config.section import (
+    AboveZero,
+    Count,
+    FolderName,
+    Fraction,
+    NonNegative,
+    Positive,
+    PositivePair,
+    Section,
+    Text,
+    Whole,
+)  # fmt: skip
 
 Auto = Literal["auto"]
 
@@ -196,6 +208,11 @@ class CheckpointConfig(Section):
     sweep_after_s: AboveZero | None = 86400.0
     """Age from which files of saves that were never committed are removed; None: never. Longer than any save takes."""
 
+    @property
+    def saves_behind(self) -> bool:
+        """Whether a run makes copies of its state in host memory to save from."""
+        return self.async_save and bool(self.every or self.at_end)
+
     @model_validator(mode="after")
     def _keeping_fits(self) -> CheckpointConfig:
         if self.keep_last is None and (self.keep_every or self.keep_best):
@@ -239,10 +256,39 @@ class StorageConfig(Section):
 class ScalingConfig(Section):
     """`scaling`: what Ray is asked for."""
 
-    num_workers: Positive = 1
+    num_workers: Positive | PositivePair = 1
+    """[min, max]: as many as the cluster has room for, fewer after a loss, more when there is room again."""
+    shrink_after_s: NonNegative = 20.0
+    """With [min, max]: how long room for the workers of before is waited for, before fewer are started."""
+    grow_check_s: AboveZero = 5.0
+    """With [min, max]: how often room for more workers is looked for, and asked of an autoscaler."""
+    grow_after_s: NonNegative = 60.0
+    """With [min, max]: a group trains so long before it is stopped for a larger one, and has so long to go."""
     cpus_per_worker: NonNegative = 1.0
     gpus_per_worker: Auto | NonNegative = "auto"
     resources_per_worker: dict[str, NonNegative] = Field(default_factory=dict)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers is a range."""
+        return not isinstance(self.num_workers, int)
+
+    @property
+    def min_workers(self) -> int:
+        """The run waits for so many."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+    @property
+    def max_workers(self) -> int:
+        """The run has no more."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> ScalingConfig:
+        if self.min_workers > self.max_workers:
+            got = f"[{self.min_workers}, {self.max_workers}]"
+            raise Unfit(Fault("num_workers", "the fewest workers are more than the most", got, "[min, max]"))
+        return self
 
 
 class FailureConfig(Section):
@@ -261,6 +307,19 @@ class FailureConfig(Section):
     a floor of 0: never."""
     on_bad_checkpoint: Literal["stop", "previous"] = "stop"
     """When the newest checkpoint turns out to be damaged; previous: begin at the one before."""
+    lost_driver_s: NonNegative = 120.0
+    """A worker that hears nothing of its driver for so long ends itself; 0: never."""
+    preemption_notices: Auto | list[Literal["aws", "google"]] = "auto"
+    """Whose notices of a host's end are listened to; auto: of the cloud that the host finds itself in; []: nobody's."""
+    notice_file: Text | None = None
+    """A path on every host: when a file appears there, that host goes; its first line says why."""
+    in_place: bool = True
+    """A rank's process that ends is replaced while its worker stays: seconds, not a new group. The model and loss run
+    in processes without a connection to Ray then; false: in Ray's workers."""
+    memory_snapshot_every: Count = 0
+    """Steps between snapshots of every rank's state in host memory, the newest two of which are kept: a restart in
+    place goes on from there, not from the newest checkpoint. 0: none. Takes twice the state's bytes; needs `in_place`.
+    """
 
 
 class TrackingConfig(Section):
@@ -308,6 +367,8 @@ class Config(EngineSections):
         if self.train.evaluate_ema and self.train.ema_decay is None:
             remedy = "set train.ema_decay, for example to 0.999"
             faults.append(Fault("train.evaluate_ema", "there is no average of the weights", remedy=remedy))
+        if self.scaling.is_elastic:
+            faults += _faults_of_elastic_batch(self)
         if faults:
             raise Unfit(*faults)
         return self
@@ -320,8 +381,30 @@ class Config(EngineSections):
     def engine(self) -> EngineConfig:
         """What the engine sees of this run."""
         shared = {name: getattr(self, name) for name in EngineSections.model_fields}
-        return EngineConfig(**shared, seed=self.run.seed)
+        engine = EngineConfig(**shared, seed=self.run.seed)
+        engine._most_ranks = self.scaling.max_workers if self.scaling.is_elastic else None
+        return engine
+
+    def batch(self, world_size: int) -> BatchSize:
+        """As of the engine; with elastic workers the global batch stays, whatever their number."""
+        return self.engine().batch(world_size)
 
     def to_yaml(self) -> str:
         """The resolved configuration as text that `load` reads back."""
         return to_yaml(self)
+
+
+def _faults_of_elastic_batch(config: Config) -> list[Fault]:
+    """With a range of workers only the batch of the whole step can stay the same; its cut follows their number."""
+    faults, most = [], config.scaling.max_workers
+    if config.train_batch_size is None:
+        rows = (config.train_micro_batch_size_per_gpu or 1) * (config.gradient_accumulation_steps or 1) * most
+        remedy = f"set it to the rows of one step over all workers ({most} workers would have {rows})"
+        what = "scaling.num_workers is a range, and the batch is not given for all workers together"
+        faults.append(Fault("train_batch_size", what, remedy=remedy))
+    if config.gradient_accumulation_steps is not None:
+        remedy = "leave it out and set train_micro_batch_size_per_gpu, the rows that a worker takes at once"
+        what = "scaling.num_workers is a range, and accumulation follows the number of workers"
+        got = str(config.gradient_accumulation_steps)
+        faults.append(Fault("gradient_accumulation_steps", what, got, remedy=remedy))
+    return faults

@@ -39,6 +39,7 @@ Text = Annotated[str, Field(min_length=1)]
 FolderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 FractionPair = Annotated[tuple[Fraction, Fraction], BeforeValidator(_pair)]
+PositivePair = Annotated[tuple[Positive, Positive], BeforeValidator(_pair)]
 
 
 def key_tree(model: type[BaseModel]) -> KeyTree:

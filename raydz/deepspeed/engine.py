@@ -149,6 +149,16 @@ class DeepSpeedEngine:
         """Remove the hooks and process groups."""
         self.raydz.destroy()
 
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Move states to host memory until `reload_states`; `include` as DeepSpeed's enumeration or its names."""
+        self.raydz.offload_states(include, device, pin_memory, non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back what `offload_states` moved away."""
+        self.raydz.reload_states(non_blocking)
+
     # -- what scripts ask --------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:

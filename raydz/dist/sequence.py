@@ -59,7 +59,7 @@ def first_difference(logs: list[list[tuple[int, str]]]) -> tuple[int, list[str]]
         logs: `SequenceLog.recent()` of every rank, in rank order.
     """
     by_number = [dict(log) for log in logs]
-    reached = min((max(log) for log in by_number if log), default=0)
+    reached = min((max(log, default=0) for log in by_number), default=0)
     remembered = max((min(log) for log in by_number if log), default=1)
     for number in range(remembered, reached + 1):
         done = [log.get(number, "nothing") for log in by_number]

@@ -27,12 +27,14 @@ class BlockForward:
     Attributes:
         mode: how much is recomputed in backward, one of `checkpointing.MODES`.
         backend: of torch.compile; None: not compiled.
+        offloads: inputs wait for backward in host memory.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self.block, self.own = block, block.forward
         self.mode = "none"
         self.backend: str | None = None
+        self.offloads = False
         self._wrap: Callable[[Forward], Forward] = _unchanged
         self._training: Forward = self.own
 
@@ -55,7 +57,17 @@ class BlockForward:
         self.backend = backend
         self._build()
 
+    def offload_inputs(self, wrap: Callable[[Forward], Forward]) -> None:
+        """As `recompute`, with a `wrap` that keeps inputs in host memory. Raises: ConfigError: it is compiled."""
+        self.offloads, self._wrap = True, wrap
+        self._build()
+
     def _build(self) -> None:
+        if self.offloads and self.backend is not None:
+            raise ConfigError(
+                "inputs of compiled blocks are not offloaded", where="activation_checkpointing.cpu_checkpointing",
+                got=f"model.compile with {self.backend}", remedy="set one of the two to false",
+            )  # fmt: skip
         self._training = self._wrap(self.own)
         if self.backend is not None:
             self._training = torch.compile(self._training, fullgraph=True, backend=self.backend)
@@ -68,6 +80,7 @@ class BlockForward:
         clone = memo[id(self)] = BlockForward.__new__(BlockForward)
         clone.block, clone.own = copy.deepcopy(self.block, memo), copy.deepcopy(self.own, memo)
         clone.mode, clone.backend, clone._wrap = self.mode, self.backend, self._wrap
+        clone.offloads = self.offloads
         clone._build()  # compiled code holds on to its own block
         return clone
 

@@ -11,11 +11,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from raydz.errors import ConfigError
 from raydz.models.blocks import BlockForward, find_blocks, refuse_inner_units
+from raydz.offload.activations import ActivationOffload
 
 MODES = ("none", "full", "selective")
 
@@ -48,8 +49,12 @@ def as_mode(value: bool | str) -> str:
     return mode
 
 
-def recomputing(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
-    """`forward`, run in such a way that backward computes again what `mode` does not keep."""
+def recomputing(forward: Callable[..., Any], mode: str, offload: ActivationOffload | None = None) -> Callable[..., Any]:
+    """`forward`, run in such a way that backward computes again what `mode` does not keep.
+
+    Args:
+        offload: where tensors among the arguments wait for backward; None: where they are.
+    """
     if mode == "none":
         return forward
     options: dict[str, Any] = {"use_reentrant": False}
@@ -59,7 +64,18 @@ def recomputing(forward: Callable[..., Any], mode: str) -> Callable[..., Any]:
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    return recomputed
+    def recomputed_from_host(*args: Any, **kwargs: Any) -> Any:
+        names, num_args = list(kwargs), len(args)  # checkpoint keeps keywords out of reach of hooks
+
+        def positional(*values: Any) -> Any:
+            return forward(*values[:num_args], **dict(zip(names, values[num_args:], strict=True)))
+
+        values = (*args, *kwargs.values())
+        assert offload is not None
+        with offload.leaving([value for value in values if isinstance(value, Tensor)]):
+            return checkpoint(positional, *values, **options)
+
+    return recomputed if offload is None else recomputed_from_host
 
 
 def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -95,3 +111,21 @@ def wrap_blocks(model: nn.Module, mode: bool | str, patterns: Sequence[str] | No
         forward.recompute(mode, partial(recomputing, mode=mode))
     refuse_inner_units(model, patterns)
     return [block.name for block in blocks]
+
+
+def offload_inputs(model: nn.Module, offload: ActivationOffload, patterns: Sequence[str] | None = None) -> list[str]:
+    """Keep the inputs of the blocks that are recomputed in host memory until backward; returns the blocks' names.
+
+    Args:
+        patterns: `parallel.units`, where it is set.
+
+    Raises:
+        ConfigError: a block is compiled.
+    """
+    names = []
+    for block in find_blocks(model, patterns):
+        forward = block.module.__dict__.get("forward")
+        if isinstance(forward, BlockForward) and forward.mode != "none":
+            forward.offload_inputs(partial(recomputing, mode=forward.mode, offload=offload))
+            names.append(block.name)
+    return names

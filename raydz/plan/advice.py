@@ -5,6 +5,8 @@ Neighbours: `estimate.Planner` answers its questions; `cli/plan.py` prints the l
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from raydz.config.engine import EngineSections
 from raydz.plan.estimate import Plan, Planner
 from raydz.units import format_bytes
@@ -24,10 +26,31 @@ def advise(planner: Planner, ranks: int, memory_bytes: int | None) -> list[str]:
     Args:
         memory_bytes: of a rank's device; None gives the size of device that each stage would need.
     """
-    lines = [f"{key} asks for {device}: not in this release" for key, device in offload_asked(planner.config).items()]
+    lines, planner = _offload(planner, ranks), _without_offload(planner)
     if memory_bytes is None:
         return [*lines, *_needs(planner, ranks)]
     return [*lines, *_order(planner, ranks, memory_bytes)]
+
+
+def _without_offload(planner: Planner) -> Planner:
+    """First right, then offloaded: what follows is about the device alone."""
+    zero = planner.config.zero_optimization.model_copy(update={"offload_optimizer": None, "offload_param": None})
+    return replace(planner, config=planner.config.model_copy(update={"zero_optimization": zero}))
+
+
+def _offload(planner: Planner, ranks: int) -> list[str]:
+    """What is not on the device, and where it is."""
+    if not offload_asked(planner.config):
+        return []
+    away = planner.at(ranks).offloaded
+    parts = [f"{format_bytes(away.host)} in host memory"] if away.host else []
+    parts += [f"{format_bytes(away.disk)} on a disk"] if away.disk else []
+    line = "offload keeps " + " and ".join(parts or ["nothing"]) + " a rank"
+    if away.second and planner.config.parallel.offload_update != "waiting":
+        line += (
+            f"; {format_bytes(away.second)} of host memory more lets updates begin before the gradient norm is known"
+        )
+    return [line]
 
 
 def offload_asked(config: EngineSections) -> dict[str, str]:

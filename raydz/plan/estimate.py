@@ -15,7 +15,16 @@ from raydz.config.engine import EngineSections, Recomputation
 from raydz.errors import ConfigError
 from raydz.plan.activations import Workload, activation_bytes, loss_bytes
 from raydz.plan.groups import GroupShape, cut_groups, engine_sizes, kept_units
-from raydz.plan.memory import ElementBytes, Memory, Sharding, bucket_bytes, gathered_bytes, state_bytes
+from raydz.plan.memory import (
+    ElementBytes,
+    Memory,
+    Sharding,
+    bucket_bytes,
+    gathered_bytes,
+    snapshot_bytes,
+    state_bytes,
+)
+from raydz.plan.offload import Offloaded, offloaded
 from raydz.plan.shapes import UnitShape
 from raydz.plan.traffic import Traffic, step_traffic
 
@@ -32,6 +41,8 @@ class Plan:
         shard_ranks: ranks that share one copy of the state.
         note: why the batch is not quite what the configuration says; "" if it is.
         persistent_bytes: of `memory.weights`, what stays gathered at stage 3.
+        offloaded: what is in host memory and on disks in place of the device.
+        snapshot_bytes: of host memory, beside `memory`, for saves behind training; 0: there are none.
     """
 
     stage: int
@@ -43,6 +54,8 @@ class Plan:
     memory: Memory
     traffic: Traffic
     persistent_bytes: int
+    offloaded: Offloaded
+    snapshot_bytes: int
     recomputes: Recomputation | None
 
     def as_json(self) -> dict[str, Any]:
@@ -58,6 +71,10 @@ class Plan:
             "note": self.note,
             **memory,
             **totals,
+            "offloaded_host_bytes": self.offloaded.host,
+            "offloaded_disk_bytes": self.offloaded.disk,
+            "second_buffers_bytes": self.offloaded.second,
+            "snapshot_bytes": self.snapshot_bytes,
             "sent_per_step_bytes": self.traffic.total,
             "sent_to_near_ranks_bytes": self.traffic.near,
         }
@@ -70,6 +87,7 @@ class Planner:
     Args:
         work: a row of its micro-batch; None for people's own models, whose activations nobody knows.
         device: "cpu" or "cuda": what collectives and kernels hold differs.
+        saves_behind: checkpoints are saved behind training, from a copy in host memory.
         keeps_average: of the weights (`train.ema_decay`).
     """
 
@@ -78,6 +96,7 @@ class Planner:
     work: Workload | None
     device: str = "cpu"
     keeps_average: bool = False
+    saves_behind: bool = False
 
     def at(
         self,
@@ -102,7 +121,8 @@ class Planner:
         each = element_bytes(self.config, self.keeps_average)
         sizes = engine_sizes(zero, self.units)
         groups = cut_groups(self.units, sizes, stage=stage, ranks=sharding.ranks)
-        states = state_bytes(groups, sharding, each)
+        states, away = state_bytes(groups, sharding, each), offloaded(groups, sharding, each, zero)
+        states |= {name: states[name] - getattr(away, name) for name in ("weights", "masters", "moments")}
         work = self._workload(batch, recomputes)
         memory = Memory(
             **states,
@@ -125,6 +145,8 @@ class Planner:
             memory=memory,
             traffic=traffic,
             persistent_bytes=_persistent(groups) * each.compute,
+            offloaded=away,
+            snapshot_bytes=snapshot_bytes(groups, sharding, each, ranks // sharding.ranks) if self.saves_behind else 0,
             recomputes=None if work is None else work.recomputes,
         )
 
@@ -151,6 +173,7 @@ class Planner:
             overlaps=zero.overlap_comm is not False,
             is_ordered=parallel.ordered_collectives is True or self.device == "cpu",
             near=near if stage == 3 and 1 < near < shared else None,
+            offloads_weights=stage == 3 and zero.offload_param is not None and zero.offload_param.device != "none",
             int8_weights=zero.zero_quantized_weights and stage == 3,
             int8_frozen=zero.zero_quantized_nontrainable_weights and stage == 3,
             int8_gradients=zero.zero_quantized_gradients and stage == 3,

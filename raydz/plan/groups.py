@@ -14,6 +14,7 @@ from raydz.plan.shapes import ParameterShape, UnitShape
 
 _ALIGNMENT = 16
 _INT8_BLOCK = 256
+_LARGEST_HOSTED_BUCKET = 50_000_000
 _LARGEST_BUCKET = 500_000_000
 _LARGEST_PREFETCH = 50_000_000
 _LARGEST_PERSISTENT = 100_000
@@ -61,6 +62,8 @@ def engine_sizes(zero: ZeroConfig, units: Sequence[UnitShape]) -> EngineSizes:
     numels = [unit.numel for unit in units]
     largest = max([1, *numels[1:]] if len(numels) > 1 else [1, *numels])
     given = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+    if not given and zero.offload_optimizer is not None and zero.offload_optimizer.device != "none":
+        given = [_LARGEST_HOSTED_BUCKET]
     prefetch, persistence = zero.stage3_prefetch_bucket_size, zero.stage3_param_persistence_threshold
     prefetch = 0 if zero.overlap_comm is False else prefetch
     return EngineSizes(

@@ -62,6 +62,7 @@ class Sharding:
         overlaps: reductions are under way while the next gradients are made.
         is_ordered: sums in rank order, by all-to-all (gloo).
         near: ranks that keep a second copy of released weights among themselves; None: nobody does.
+        offloads_weights: those that are released live in host memory or on a disk, also where there is one rank.
         int8_weights, int8_frozen, int8_gradients: what travels as int8 blocks at stage 3, the first two being all
             weights, and frozen ones.
     """
@@ -75,6 +76,7 @@ class Sharding:
     overlaps: bool = True
     is_ordered: bool = True
     near: int | None = None
+    offloads_weights: bool = False
     int8_weights: bool = False
     int8_frozen: bool = False
     int8_gradients: bool = False
@@ -90,7 +92,7 @@ class Sharding:
 
     def keeps_weights(self, group: GroupShape) -> bool:
         """Whether the group's gathered weights stay after use."""
-        return self.stage < 3 or group.persistent or self.ranks == 1
+        return self.stage < 3 or group.persistent or (self.ranks == 1 and not self.offloads_weights)
 
     def owned(self, group: GroupShape) -> int:
         """Elements whose masters and states this rank holds."""
@@ -201,6 +203,25 @@ def state_bytes(groups: Sequence[GroupShape], sharding: Sharding, bytes_of: Elem
             summed = each.summed if sharding.stage else 4
             found["sums"] += owned * (sharding.sum_bytes if in_shards else summed)
     return found
+
+
+def snapshot_bytes(groups: Sequence[GroupShape], sharding: Sharding, bytes_of: ElementBytes, replicas: int) -> int:
+    """Host memory that a save behind training holds on a rank, wherever the state itself lives: what the rank stores.
+
+    Of masters the merged fp32; of replicas each stores a part. Without buffers of the model and the file's header,
+    which are a few hundred bytes a tensor.
+    """
+    total = 0
+    for group in groups:
+        each = bytes_of.of(group)
+        numel = -(-group.shard_numel // replicas)
+        if not group.trainable:
+            total += numel * each.compute
+            continue
+        total += numel * ((4 if each.masters else each.compute) + each.moments + each.average)
+        if each.matrix_moments is not None:  # the mean over ranks, as in `state_bytes`
+            total -= group.matrix_numel * (each.moments - each.matrix_moments) * numel // group.padded_numel
+    return total
 
 
 def gathered_bytes(

@@ -158,7 +158,10 @@ def decoder_planner(config: Config, device: str, vocab_size: int | None = None) 
     sizes = decoder_sizes(config, vocab_size)
     units = decoder_units(sizes, config.parallel.units, config.parallel.fp32_modules or ())
     work = workload(config, sizes, device)
-    return Planner(config, units, work, device, keeps_average=config.train.ema_decay is not None)
+    return Planner(
+        config, units, work, device, keeps_average=config.train.ema_decay is not None,
+        saves_behind=config.checkpoint.saves_behind,
+    )  # fmt: skip
 
 
 def workload(config: Config, sizes: DecoderSizes, device: str) -> Workload:

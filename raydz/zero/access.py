@@ -73,6 +73,7 @@ class ParameterAccess:
         """
         if self.average is None:
             raise ConfigError("there is no average of the weights", where="ema_decay", got="None", wanted="a decay")
+        self.sharded.require_present("computing with the average")
         self.before_change()
         self.sharded.release_all()
         with self.average.in_place_of_weights():
@@ -166,6 +167,7 @@ class ParameterAccess:
             TrainingError: the step's first micro-batches have run.
         """
         self._require_between_steps("parameters are frozen or unfrozen")
+        self.sharded.require_present("freezing or unfreezing")
         self.before_change()
         old, kinds = self.optimizer, self.optimizer.state_kinds()
         states = dict(zip((id(group) for group in old.groups), old.group_states, strict=True))

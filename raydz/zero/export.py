@@ -26,6 +26,7 @@ def full_parameters(sharded: ShardedModel) -> Iterator[tuple[str, Tensor]]:
     Dtype: fp32 masters of what is trained; frozen parameters in the dtype they are kept in.
     Collective: every rank, to the end of the iteration. Ownership: each tensor is the caller's.
     """
+    sharded.require_present("reading whole parameters")
     for group in sharded.groups:
         whole = full_master(group)
         for segment in group.layout.segments:
@@ -40,7 +41,7 @@ def full_master(group: FlatGroup) -> Tensor:
 def whole_of(group: FlatGroup, own: Tensor) -> Tensor:
     """What `own` is a rank's part of; `own` itself where ranks own all. Collective: every rank of the group."""
     if own.numel() == group.layout.padded_numel:
-        return own
+        return own.to(group.device)
     whole = torch.empty(group.layout.padded_numel, dtype=own.dtype, device=group.device)
     start, stop = group.layout.shard_range(group.comm.rank)
     whole[start:stop] = own
@@ -78,6 +79,7 @@ def gathered(sharded: ShardedModel, names: Sequence[str] | str | None = None) ->
 
     Collective: every rank enters together. Memory: what is gathered, on every rank.
     """
+    sharded.require_present("gathering parameters", "lp_params")
     for group in _groups_of(sharded, names):
         group.finish_gather()
     try:
@@ -97,6 +99,7 @@ def modified(sharded: ShardedModel, names: Sequence[str] | str | None = None) ->
     Raises:
         LayoutError: a parameter was given another shape.
     """
+    sharded.require_present("changing parameters")
     sharded.release_all()
     lent = [(group, full_master(group).clone()) for group in _groups_of(sharded, names)]
     for group, whole in lent:
@@ -142,6 +145,7 @@ def load_full(sharded: ShardedModel, state: Mapping[str, Tensor] | None, *, stri
     Raises:
         LayoutError: on every rank: names are missing or unknown (`strict`), or a shape differs; nothing is changed.
     """
+    sharded.require_present("loading a state")
     comm, given = sharded.comms.world, dict(state or {}) if sharded.comms.world.rank == 0 else {}
     known = set(on_rank_zero(comm, lambda: _known_names(sharded, given, strict)))
     sharded.release_all()

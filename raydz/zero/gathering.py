@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raydz.dist import Communicator, Handle
+from raydz.offload.parameters import Arrival, ParameterOffload, fetching
 from raydz.ops.quantise import pack_int8, packed_bytes, unpack_int8
 
 
@@ -41,12 +42,15 @@ class WeightGathering:
         comm: of the ranks that share the group.
         near: of those that keep a second copy of it among themselves; None: there is none.
         as_int8: what travels is rounded, and every rank reads the rounded values, of its own part too.
+        offload: where this rank's part lies in host memory; None: it is on the device.
     """
 
     def __init__(
-        self, full: Tensor, comm: Communicator, near: Communicator | None = None, *, as_int8: bool = False
-    ) -> None:
-        self._comm, self._as_int8 = comm, as_int8
+        self, full: Tensor, comm: Communicator, near: Communicator | None = None, *, as_int8: bool = False,
+        offload: ParameterOffload | None = None,
+    ) -> None:  # fmt: skip
+        self._comm, self._as_int8, self._offload = comm, as_int8, offload
+        self._arrival = Arrival()
         self._row_bytes = packed_bytes(full.numel() // comm.world_size)
         self.second: SecondCopy | None = None
         if near is not None:
@@ -62,13 +66,30 @@ class WeightGathering:
         comm = self._comm if second is None else second.comm
         sent = self._message(full)
         part = _part_of(sent, comm)
-        if second is not None:
-            part.copy_(second.values)
-        elif self._as_int8:
-            pack_int8(own.view(1, -1), part.view(1, -1))
-        else:
-            part.copy_(own)
-        return comm.all_gather_flat(sent, tag=tag, what=what, finish=partial(self._arrived, sent, full))
+        with fetching(self._offload) as arrival:
+            self._arrival = arrival
+            if second is not None:
+                part.copy_(second.values)
+            elif self._as_int8:
+                pack_int8(self._on_device(own, full).view(1, -1), part.view(1, -1))
+            elif self._offload is not None:
+                self._offload.fetch(own, part)
+            else:
+                part.copy_(own)
+            finish = partial(self._arrived, sent, full, arrival)
+            return comm.all_gather_flat(sent, tag=tag, what=what, finish=finish)
+
+    def await_fetch(self) -> None:
+        """Let the current stream wait for this rank's part alone, so that it is counted apart from the gather."""
+        if self._offload is not None:
+            self._offload.await_fetch(self._arrival)
+
+    def _on_device(self, own: Tensor, full: Tensor) -> Tensor:
+        if self._offload is None:
+            return own
+        fetched = torch.empty_like(own, device=full.device)
+        self._offload.fetch(own, fetched)
+        return fetched
 
     def _message(self, full: Tensor) -> Tensor:
         """The buffer that is gathered: `full` itself, or all ranks' packed rows."""
@@ -76,7 +97,8 @@ class WeightGathering:
             return full
         return torch.empty(self._row_bytes * self._comm.world_size, dtype=torch.uint8, device=full.device)
 
-    def _arrived(self, sent: Tensor, full: Tensor) -> None:
+    def _arrived(self, sent: Tensor, full: Tensor, arrival: Arrival) -> None:
+        arrival.wait()
         if self.second is not None and not self.second.is_current:
             self.second.values.copy_(_part_of(sent, self.second.comm))
             self.second.is_current = True

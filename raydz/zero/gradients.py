@@ -11,6 +11,8 @@ from torch import Tensor
 
 from raydz.dist import Communicator, Handle
 from raydz.errors import TrainingError
+from raydz.offload.links import REACHED, Mark
+from raydz.ops.reduction import begin_squares
 from raydz.zero.group import FlatGroup
 from raydz.zero.options import ReduceOptions
 from raydz.zero.policy import StagePolicy
@@ -58,6 +60,8 @@ class GroupGradients:
         self._as_int8 = as_int8
         self._by_all_reduce = options.by_all_reduce and policy.shards_state  # without, it is one anyway: _spread
         self._arriving: Tensor | None = None
+        self._squares: Tensor | None = None
+        self._left: Mark = REACHED
         self._full: Tensor | None = None
         self._filled = [False] * len(group.parameters)
         self._handle: Handle | None = None
@@ -70,7 +74,13 @@ class GroupGradients:
     def sums(self) -> Tensor:
         """`reduced`, once there is one."""
         assert self.reduced is not None, "no reduction since the step began"
+        self._left.synchronize()
         return self.reduced
+
+    @property
+    def buffer(self) -> Tensor | None:
+        """The full gradients' memory, where there is any now."""
+        return self._full
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -78,6 +88,7 @@ class GroupGradients:
 
     def arm(self) -> None:
         """A backward begins: every parameter of the group may still get a gradient."""
+        self._return()
         if self.reduced is not None and not self._policy.shards_state and self.comm.world_size > 1:
             # Not the step's first: its sum adds to this rank's shard, which must leave the buffer that fills now.
             self.reduced = self.norm_part().clone()
@@ -189,6 +200,35 @@ class GroupGradients:
         start, stop = self.group.layout.shard_range(self.comm.rank)
         return self.sums[start:stop]
 
+    def squares(self) -> Tensor:
+        """What the group adds to the global norm, for `ops.finish_squares`."""
+        return begin_squares(self.norm_part()) if self._squares is None else self._squares
+
+    @property
+    def may_leave(self) -> bool:
+        """Whether the sums' memory is given back after the step anyway."""
+        return self._policy.frees_gradients
+
+    def leave(self, host: Tensor, left: Mark) -> Tensor:
+        """A step's sums are on their way to `host`, which stands for them from now on.
+
+        Returns:
+            Their memory on the device, to be held until `left` is reached.
+        """
+        self._squares = self.squares()
+        sums, self.reduced, self._left, self._full = self.sums, host, left, None
+        self._filled = [False] * len(self._filled)
+        return sums
+
+    def _return(self) -> None:
+        """One more backward adds to what had left."""
+        if self._squares is None:
+            return
+        self.reduced = self.sums.to(self.group.device, copy=True)
+        self._squares, self._left = None, REACHED
+        if self.comm.world_size == 1:
+            self._full, self._filled = self.reduced, [True] * len(self._filled)
+
     def clear(self) -> None:
         """The step is over, taken or skipped: nothing of it may leak into the next."""
         self.finish_reduce()
@@ -196,8 +236,9 @@ class GroupGradients:
 
     def drop(self) -> None:
         """Forget everything without waiting for anybody."""
-        self._handle = self._arriving = None
+        self._handle = self._arriving = self._squares = None
+        self._left = REACHED
         self._filled = [False] * len(self._filled)
         self.reduced = None
-        if self._policy.frees_gradients and self.comm.world_size > 1:
+        if self._policy.frees_gradients and not (self.comm.world_size == 1 and self.group.keeps_parameters):
             self._full = None

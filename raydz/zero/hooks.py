@@ -141,6 +141,9 @@ class _CopyGuard:
                 )  # fmt: skip
 
     def _refuse(self) -> None:
+        for group in self._sharded.groups:
+            if group.is_whole:
+                group.finish_gather()  # which an update in host memory may still be on the way to
         stale = next((group for group in self._sharded.groups if not group.is_gathered), None)
         if stale is not None:
             raise LayoutError(

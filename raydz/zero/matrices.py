@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from raydz.dist import Communicator
+from raydz.offload.parameters import on_device
 from raydz.optim import Muon, Part, Update, WeightShard, Widening
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.layout import Segment
@@ -108,7 +109,8 @@ class MatrixUpdate:
                 if start < stop:
                     group, its = self._gradients[matrix.group].group, matrix.settings
                     own = replace(now, lr=now.lr * its.lr_scale, weight_decay=its.weight_decay)
-                    with self._lent(group.weights.slice(*self._offsets(matrix)), {}, matrix, now) as (weights, _):
+                    part = group.weights.slice(*self._offsets(matrix))
+                    with on_device(part, group.device) as there, self._lent(there, {}, matrix, now) as (weights, _):
                         optimizer.apply(weights, change, matrix.segment.shape, own)
 
     def _lent(

@@ -16,6 +16,8 @@ from raydz.zero.precision import DTYPES
 from raydz.zero.units import UnitSpec
 
 _LARGEST_BUCKET = 500_000_000
+_LARGEST_HOSTED_BUCKET = 50_000_000
+"""Where gradients leave and weights return a flat group at a time, beside what computes: small parts wait less."""
 _LARGEST_PREFETCH = 50_000_000
 _LARGEST_PERSISTENT = 100_000
 _UNLIMITED = 1_000_000_000
@@ -109,6 +111,9 @@ class ZeroOptions:
         """What `zero_optimization` and the keys about gradients say."""
         zero = config.zero_optimization
         sizes = [size for size in (zero.reduce_bucket_size, zero.allgather_bucket_size) if size is not None]
+        is_hosted = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+        if not sizes and is_hosted:
+            sizes = [_LARGEST_HOSTED_BUCKET]
         return cls(
             bucket_numel=min(sizes) if sizes else None,
             prefetch_numel=zero.stage3_prefetch_bucket_size,

@@ -40,6 +40,7 @@ def change_trainable(
         ConfigError: a pattern matches nothing.
         LayoutError: a parameter that is no floating-point number shall be trained.
     """
+    sharded.require_present("freezing or unfreezing")
     changed = {id(s): s for s in select(sharded, names) if s.parameter.requires_grad != trainable}
     _check(list(changed.values()), trainable)
     sharded.release_all()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from raydz.errors import TrainingError
+from raydz.offload.parameters import ParameterOffload
 from raydz.zero.communicators import Communicators
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.group import FlatGroup, ValueSource
@@ -25,10 +26,12 @@ from raydz.zero.layout import split_by_numel
 from raydz.zero.options import ZeroOptions
 from raydz.zero.policy import StagePolicy
 from raydz.zero.precision import PrecisionPlan
+from raydz.zero.presence import StatePresence
 from raydz.zero.schedule import Pass, UseOrder
 from raydz.zero.units import ParameterSpec, UnitSpec, find_units
 
 _MAX_REDUCTIONS_IN_FLIGHT = 2
+_MOST_READ_AHEAD = 8
 Event = Literal["before_forward", "after_forward", "before_backward", "completed", "begin_backward", "end_backward"]
 """What happens to a unit, or (the last two) to all."""
 
@@ -84,13 +87,15 @@ class Unit:
             group.release()
 
 
-class ShardedModel:
+class ShardedModel(StatePresence):
     """Units of a module and what happens to them during a step.
 
     Args:
         model: its parameters are replaced by views; modules and names stay.
         values: initial fp32 values, unit by unit.
         accumulation: micro-batches of a step.
+        offload: where released weights live between uses, if not on the device.
+        rest_device: of what masters need beside 16-bit weights: the host, where they are updated there.
 
     Raises:
         ConfigError: a unit pattern matches nothing.
@@ -108,7 +113,10 @@ class ShardedModel:
         values: UnitValues,
         accumulation: int,
         unit_patterns: Sequence[str] | None = None,
+        offload: ParameterOffload | None = None,
+        rest_device: torch.device | None = None,
     ) -> None:
+        self.offload, self._rest_device = offload, rest_device
         self.model, self.policy, self.comms, self.device = model, policy, comms, device
         self.precision, self._accumulation = precision, accumulation
         specs = find_units(model, unit_patterns)
@@ -125,6 +133,9 @@ class ShardedModel:
         self.in_backward = False
         self.on_event: Callable[[Event, Unit | None], None] | None = None
         """Who listens to what happens, see `join.py`."""
+        self.on_reduced: Callable[[GroupGradients], None] | None = None
+        """Who takes a group's sums of a step as soon as they are whole, see `hosted.py`."""
+        self._is_last = False
         self._to_reduce: deque[tuple[Unit, GroupGradients]] = deque()
         self._in_flight: deque[GroupGradients] = deque()
 
@@ -146,6 +157,8 @@ class ShardedModel:
         Nothing may be gathered or in flight. Groups are numbered anew, alike on all ranks.
         """
         for unit in units:
+            for group in unit.groups:
+                group.discard()
             unit.groups, unit.gradients = [], []
             self._build_groups(unit, source)
         self.groups = [group for unit in self.units for group in unit.groups]
@@ -172,6 +185,7 @@ class ShardedModel:
             len(self.groups), members, dtype=dtype, device=self.device, comm=self.comms.gather,
             policy=self.policy, persistent=persistent, keeps_rest=self.precision.keeps_rest, near=self.comms.near,
             as_int8=may_round and (int8.weights or (int8.frozen and not members[0].parameter.requires_grad)),
+            offload=self.offload, rest_device=self._rest_device,
         )  # fmt: skip
         group.fill(source)
         self.groups.append(group)
@@ -191,8 +205,9 @@ class ShardedModel:
         """Gather the unit, and start on those that follow.
 
         Raises:
-            TrainingError: parameters are being changed.
+            TrainingError: parameters are being changed, or were moved away.
         """
+        self.require_present("a forward", "lp_params")
         if self.accepts_writes:
             raise TrainingError(
                 "a forward while parameters are being changed", where=unit.spec.name or "the model",
@@ -246,7 +261,16 @@ class ShardedModel:
             if not (self.in_backward and next_unit.spec.is_lookup):
                 next_unit.launch_gather()
             ahead += next_unit.numel
+        if self.offload is not None and self.offload.disk is not None:
+            self._read_ahead(following)
         unit.finish_gather()
+
+    def _read_ahead(self, following: Sequence[Unit]) -> None:
+        """Let a disk read what comes next, as far as there are buffers."""
+        for next_unit in following[:_MOST_READ_AHEAD]:
+            if not (self.in_backward and next_unit.spec.is_lookup):
+                for group in next_unit.groups:
+                    group.read_ahead()
 
     def _live_numel(self) -> int:
         return sum(group.live_numel for group in self.groups)
@@ -264,10 +288,11 @@ class ShardedModel:
         Raises:
             TrainingError: the last backward has not ended.
         """
+        self.require_present("a backward")
         if self.in_backward:
             raise TrainingError("backward was declared twice", remedy="call engine.backward once for each forward")
         self._tell("begin_backward", None)
-        self.in_backward = True
+        self.in_backward, self._is_last = True, is_last
         self._order.begin(Pass.BACKWARD)
         for grads in self.gradients:
             grads.arm()
@@ -322,8 +347,15 @@ class ShardedModel:
         _, grads = self._to_reduce.popleft()
         grads.launch_reduce()
         self._in_flight.append(grads)
-        while len(self._in_flight) > (_MAX_REDUCTIONS_IN_FLIGHT if self.options.overlaps else 0):
-            self._in_flight.popleft().finish_reduce()
+        overlaps = self.options.overlaps and grads.comm.world_size > 1
+        while len(self._in_flight) > (_MAX_REDUCTIONS_IN_FLIGHT if overlaps else 0):
+            self._finish_oldest_reduction()
+
+    def _finish_oldest_reduction(self) -> None:
+        grads = self._in_flight.popleft()
+        grads.finish_reduce()
+        if self._is_last and self.on_reduced is not None:
+            self.on_reduced(grads)
 
     def end_backward(self) -> None:
         """Reduce what no hook completed (parameters without a gradient give zeros) and release everything.
@@ -336,7 +368,7 @@ class ShardedModel:
         while self._to_reduce:
             self._launch_next_reduction()
         while self._in_flight:
-            self._in_flight.popleft().finish_reduce()
+            self._finish_oldest_reduction()
         self.release_all()
         self._tell("end_backward", None)
         if self.options.refuses_unused:

@@ -5,6 +5,7 @@ Neighbours: `update.py` makes one a group; `checkpoint/pieces.py` saves what `of
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -43,6 +44,14 @@ class GroupStates:
         self.tensors: dict[str, Tensor] = {
             name: torch.zeros(length, dtype=dtype, device=device) for names, length in lengths.items() for name in names
         }
+
+    @classmethod
+    def over(cls, tensors: dict[str, Tensor]) -> GroupStates:
+        """States that exist, all of one length."""
+        states = cls([(0, 0, tuple(tensors))], 0, torch.device("cpu"))
+        numel = max((tensor.numel() for tensor in tensors.values()), default=sys.maxsize)
+        states._stretches, states.tensors = [(0, numel, tuple(tensors))], tensors
+        return states
 
     def of(self, start: int, stop: int) -> dict[str, Tensor]:
         """The states of owned elements [start, stop), which lie in one stretch; views."""

@@ -6,7 +6,7 @@ Neighbours: `engine.py` calls these between backward and the next forward; `opti
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from raydz.dist.agreement import agree_on_sequences
 from raydz.errors import ConfigError, TrainingError
-from raydz.ops.reduction import sum_squares_of_all
-from raydz.optim import AdamW, Muon, Optimizer, Part, Update, Widening, combine_norms
+from raydz.offload.parameters import on_device
+from raydz.offload.speculation import OffloadStep
+from raydz.ops.reduction import finish_squares
+from raydz.optim import AdamW, Muon, Optimizer, Part, Update, WeightShard, Widening, combine_norms
 from raydz.zero.gradients import GroupGradients
 from raydz.zero.group import FlatGroup
 from raydz.zero.layout import GroupLayout
@@ -63,10 +65,6 @@ class ShardedOptimizer:
 
     Args:
         seed: of what is rounded by chance: bf16 states and bf16 masters.
-
-    Attributes:
-        group_states: one a trainable group, zero from the start, so that a parameter that never gets a gradient is
-            saved and loaded like any other.
     """
 
     def __init__(self, sharded: ShardedModel, optimizer: Optimizer, settings: Settings, *, seed: int = 0) -> None:
@@ -78,9 +76,9 @@ class ShardedOptimizer:
         self._runs = [
             plan_runs(group.layout, *group.owned, settings, joins=self._widening is None) for group in self.groups
         ]
-        self.group_states = [self._states(group, runs) for group, runs in zip(self.groups, self._runs, strict=True)]
+        self._group_states = [self._states(group, runs) for group, runs in zip(self.groups, self._runs, strict=True)]
         self._matrices = (
-            MatrixUpdate(sharded.gradients, self.group_states, settings, sharded.comms.reduce, self._widening)
+            MatrixUpdate(sharded.gradients, self._group_states, settings, sharded.comms.reduce, self._widening)
             if isinstance(optimizer, Muon)
             else None
         )
@@ -99,11 +97,20 @@ class ShardedOptimizer:
     def rebuilt(self) -> ShardedOptimizer:
         """The same optimizer over the model's groups as they are now: states of groups that stayed are copied."""
         new = ShardedOptimizer(self._sharded, self.optimizer, self._settings, seed=self._seed)
+        self._copy_states_to(new)
+        return new
+
+    def _copy_states_to(self, new: ShardedOptimizer) -> None:
         old = dict(zip((id(group) for group in self.groups), self.group_states, strict=True))
         for group, states in zip(new.groups, new.group_states, strict=True):
             for name, tensor in states.tensors.items() if id(group) in old else ():
                 tensor.copy_(old[id(group)].tensors[name])
-        return new
+
+    @property
+    def group_states(self) -> list[GroupStates]:
+        """One a trainable group, zero from the start, so that a parameter that never gets a gradient is saved and
+        loaded like any other; as they are when no update is under way."""
+        return self._group_states
 
     def state_kinds(self) -> list[str]:
         """Names of all states that any parameter has."""
@@ -114,6 +121,10 @@ class ShardedOptimizer:
     def states(self) -> list[dict[str, Tensor]]:
         """State tensors by name, one dict a trainable group."""
         return [states.tensors for states in self.group_states]
+
+    def device_states(self) -> list[Tensor]:
+        """Those that are not offloaded; without waiting for anything."""
+        return [tensor for states in self._group_states for tensor in states.tensors.values()]
 
     def gradient_norm(self) -> float:
         """Norm of the whole model's gradient, as one process would see it; not finite if any element is not.
@@ -132,7 +143,7 @@ class ShardedOptimizer:
         if replica is not None:
             for grads in self._sharded.gradients:
                 grads.sum_over_replicas(replica)
-        local = math.fsum(sum_squares_of_all([grads.norm_part() for grads in self._sharded.gradients]))
+        local = math.fsum(finish_squares([grads.squares() for grads in self._sharded.gradients]))
         logs = self._sharded.comms.logs
         rows = comm.all_gather_values([local, *(log.digest for log in logs)], what="the gradient norm")
         agree_on_sequences(comm, logs, [row[1:] for row in rows])
@@ -157,21 +168,17 @@ class ShardedOptimizer:
         """
         if self._matrices is not None and isinstance(self.optimizer, Muon):
             self._matrices.step(self.optimizer, Update(step, lr, grad_scale=grad_scale))
-        limit = self._sharded.options.update_numel
-        for grads, states, runs in zip(self._sharded.gradients, self.group_states, self._runs, strict=True):
-            for run in (part for whole in runs if not whole.settings.is_matrix for part in whole.cut(limit)):
-                its = run.settings
-                self._update_run(grads, states, run, Update(step, lr * its.lr_scale, its.weight_decay, grad_scale))
+        for index, grads in enumerate(self._sharded.gradients):
+            self._update_group(index, grads, Update(step, lr, grad_scale=grad_scale))
             grads.group.mark_updated()
 
-    def _update_run(self, grads: GroupGradients, states: GroupStates, run: Run, now: Update) -> None:
-        part = slice(run.start, run.stop)
-        weights, state = grads.group.weights.slice(run.start, run.stop), states.of(run.start, run.stop)
-        if self._widening is None:
-            self.optimizer.update(weights, grads.sums[part], state, now)
-        else:
-            its = Part(run.name, run.first, now.step)
-            self._widening.update(self.optimizer, weights, grads.sums[part], state, now, its)
+    def _update_group(self, index: int, grads: GroupGradients, now: Update) -> None:
+        group = grads.group
+        with on_device(group.weights, group.device) as weights:
+            advance(
+                self.optimizer, self._widening, self._runs[index], weights, grads.sums, self._group_states[index], now,
+                self._sharded.options.update_numel,
+            )  # fmt: skip
 
     def set_betas(self, betas: tuple[float, float] | None) -> None:
         """Betas from now on, where the schedule moves them; None leaves what there is.
@@ -179,19 +186,59 @@ class ShardedOptimizer:
         Raises:
             ConfigError: the optimizer has none.
         """
+        self.optimizer = self._with_betas(betas)
+
+    def _with_betas(self, betas: tuple[float, float] | None) -> Optimizer:
         if betas is None:
-            return
+            return self.optimizer
         if not isinstance(self.optimizer, AdamW):
             raise ConfigError(
                 "the schedule cycles a momentum that this optimizer has not", where="scheduler.params.cycle_momentum",
                 got=type(self.optimizer).__name__, wanted="AdamW or Adam", remedy="set cycle_momentum to false",
             )  # fmt: skip
-        self.optimizer = replace(self.optimizer, beta1=betas[0], beta2=betas[1])
+        return replace(self.optimizer, beta1=betas[0], beta2=betas[1])
 
     def clear_gradients(self) -> None:
         """Drop the step's gradients, taken or skipped."""
         for grads in self._sharded.gradients:
             grads.clear()
+
+    # -- where the update runs beside training, see `hosted.py` ----------------------------------------------------
+
+    def expect(
+        self, *, step: int, lr: float, grad_scale: float | None, betas: tuple[float, float] | None = None
+    ) -> None:
+        """A step's last backward begins; this is its update unless it is clipped or skipped. None: not known yet."""
+
+    def finish(self) -> None:
+        """Wait until no update is under way."""
+
+    def close(self) -> None:
+        """End what runs beside training."""
+
+    def offload_report(self) -> OffloadStep | None:
+        """How the step went that was just made; None where nothing is offloaded."""
+        return None
+
+
+def advance(
+    optimizer: Optimizer, widening: Widening | None, runs: Sequence[Run], weights: WeightShard, gradient: Tensor,
+    states: GroupStates, now: Update, limit: int,
+) -> None:  # fmt: skip
+    """One step of elements that lie together, run by run, at most `limit` elements at a time.
+
+    Shape: weights, gradient and states (n,). Runs of matrices are left alone.
+    """
+    for run in (part for whole in runs if not whole.settings.is_matrix for part in whole.cut(limit)):
+        its = replace(now, lr=now.lr * run.settings.lr_scale, weight_decay=run.settings.weight_decay)
+        part, state = weights.slice(run.start, run.stop), states.of(run.start, run.stop)
+        if now.into is not None:
+            its = replace(its, into=now.into.slice(run.start, run.stop))
+        if widening is None:
+            optimizer.update(part, gradient[run.start : run.stop], state, its)
+        else:
+            where = Part(run.name, run.first, now.step)
+            widening.update(optimizer, part, gradient[run.start : run.stop], state, its, where)
 
 
 def _owned_parts(grads: GroupGradients):

@@ -129,7 +129,7 @@ class Reference:
 
     def _differences(self, grads: GroupGradients) -> dict[str, float]:
         """Largest absolute difference by compared parameter of one flat group. Collective."""
-        whole = whole_of(grads.group, grads.sums.float())
+        whole = whole_of(grads.group, grads.sums.float().to(grads.group.device))
         found = {}
         for segment in grads.group.layout.segments:
             if segment.name in self._sums and segment.numel:

@@ -38,6 +38,7 @@ def save_weights(sharded: ShardedModel, store: Store, key: str, *, trained_only:
         LayoutError: on every rank: safetensors has no name for a dtype.
         StorageError: on every rank: it could not be written, and there is no file.
     """
+    sharded.require_present("saving weights", "lp_params")
     groups = [group for group in sharded.groups if group.trainable or not trained_only]
     buffers = _persistent_buffers(sharded)
     header, total_bytes = _header(groups, buffers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel
 
+from raydz.config import load_engine
 from raydz.config.deepspeed import KEYS
 from raydz.config.engine import (
     EngineConfig,
@@ -62,6 +63,7 @@ def test_table_says_the_defaults_that_the_code_has():
         "bf16.": EngineConfig().bf16,
         "fp16.": EngineConfig().fp16,
         "data_types.": EngineConfig().data_types,
+        "activation_checkpointing.": EngineConfig().activation_checkpointing,
     }
     compared = 0
     for prefix, model in models.items():
@@ -108,3 +110,45 @@ def test_defaults_are_those_of_0_19():
 
 def test_every_key_that_is_not_honoured_says_why():
     assert [path for path, row in KEYS.items() if row.verdict != "honoured" and not row.reason] == []
+
+
+OFFLOAD = {
+    "zero_optimization.offload_optimizer": """
+        device nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload
+        cpuadam_cores_perc""",
+    "zero_optimization.offload_param": "device nvme_path buffer_count buffer_size max_in_cpu pin_memory",
+    "aio": "block_size queue_depth thread_count intra_op_parallelism single_submit overlap_events use_gds",
+}
+WITHOUT_EFFECT = {"fast_init", "super_offload", "cpuadam_cores_perc", "use_gds"}
+
+
+def test_every_offload_key_is_honoured_or_has_no_effect_for_a_reason():
+    for section, names in OFFLOAD.items():
+        rows = {path.rpartition(".")[2]: row for path, row in KEYS.items() if path.rpartition(".")[0] == section}
+        assert set(rows) == set(names.split()), section
+        for name, row in rows.items():
+            assert row.verdict == ("no effect" if name in WITHOUT_EFFECT else "honoured"), name
+            assert row.reason or name not in WITHOUT_EFFECT, name
+
+
+def test_an_offload_section_with_all_keys_loads_and_what_has_no_effect_is_named(warned):
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme", "nvme_path": "/nvme", "buffer_count": 5, "pin_memory": True, "pipeline_read": True,
+            "pipeline_write": True, "fast_init": True, "ratio": 0.5, "super_offload": True, "cpuadam_cores_perc": 0.5,
+        },
+        "offload_param": {
+            "device": "nvme", "nvme_path": "/nvme", "buffer_count": 6, "buffer_size": 1e8, "max_in_cpu": 1e9,
+            "pin_memory": True,
+        },
+    }  # fmt: skip
+    aio = {
+        "block_size": 1048576, "queue_depth": 32, "thread_count": 2, "intra_op_parallelism": 2, "single_submit": True,
+        "overlap_events": False, "use_gds": True,
+    }  # fmt: skip
+    load_engine({"zero_optimization": zero, "aio": aio})
+    for name in WITHOUT_EFFECT:
+        assert f"{name} has no effect here" in warned(), name
+    for name in ("pipeline_read", "buffer_count", "queue_depth", "max_in_cpu"):
+        assert name not in warned()

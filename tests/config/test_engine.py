@@ -68,3 +68,15 @@ def test_fp16_and_bf16_choose_the_compute_dtype():
     assert load_engine({"bf16": {"enabled": True}}).compute_dtype == "bf16"
     with pytest.raises(ConfigError, match="both enabled"):
         load_engine({"bf16": {"enabled": True}, "fp16": {"enabled": True}})
+
+
+@pytest.mark.parametrize("budget", [0.5, 1.0, "64GiB", 8e9, 64_000_000_000])
+def test_a_host_memory_budget_is_a_fraction_or_a_size(budget):
+    assert load_engine({"parallel": {"host_memory_budget": budget}}).parallel.host_memory_budget == budget
+
+
+@pytest.mark.parametrize("budget", [True, -1, 0, "half", "0.5", [1]])
+def test_another_host_memory_budget_is_refused_with_its_path(budget):
+    with pytest.raises(ConfigError) as caught:
+        load_engine({"parallel": {"host_memory_budget": budget}})
+    assert "parallel.host_memory_budget" in str(caught.value) and "64GiB" in str(caught.value)

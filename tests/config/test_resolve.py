@@ -45,6 +45,10 @@ def test_vocabulary_of_a_given_tokenizer_stays_open():
         "run.root=/elsewhere",
         "storage.region=eu-central-1",
         "parallel.collective_timeout_s=9",
+        "parallel.host_memory_budget=0.5",
+        "parallel.offload_threads=3",
+        "zero_optimization.offload_optimizer.device=cpu",
+        "aio.queue_depth=32",
         "data.evals.dev=b.txt",
         "steps_per_print=10",
         "model.intermediate_size=704",  # what auto means

@@ -113,9 +113,8 @@ def test_without_a_memory_size_each_stage_names_the_device_it_needs() -> None:
 def test_offload_is_named_only_where_it_is_asked_for() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "none"}}
     lines = advise(planner(zero_optimization=zero), 8, 80 * GIB)
-    assert lines[0] == "zero_optimization.offload_optimizer asks for cpu: not in this release"
-    assert not any("offload_param" in line for line in lines)
-    assert not any("not in this release" in line for line in advise(planner(), 8, 80 * GIB))
+    assert lines[0].startswith("offload keeps ") and " in host memory a rank; " in lines[0]
+    assert not any(line.startswith("offload keeps") for line in advise(planner(), 8, 80 * GIB))
 
 
 @pytest.mark.parametrize(
