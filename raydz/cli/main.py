@@ -90,10 +90,11 @@ def config(
 
     found = load(file, overrides or ())
     print(found.to_yaml(), end="")
-    world_size = found.scaling.num_workers if ranks is None else ranks
+    world_size = found.scaling.max_workers if ranks is None else ranks
     batch = found.batch(world_size)
+    sign = "=" if batch.micro_batch * batch.accumulation * world_size == batch.global_batch else "<"  # cut unevenly
     print(
-        f"# {world_size} ranks: train_batch_size {batch.global_batch} = train_micro_batch_size_per_gpu "
+        f"# {world_size} ranks: train_batch_size {batch.global_batch} {sign} train_micro_batch_size_per_gpu "
         f"{batch.micro_batch} * gradient_accumulation_steps {batch.accumulation} * {world_size}"
     )
 

@@ -16,6 +16,7 @@ from raydz.units import format_count
 _STAGES = (0, 1, 2, 3)
 _DOUBLINGS = 3
 _WIDTH = 160
+_SNAPSHOT = "snapshot is host memory beside total, for saves behind training (checkpoint.async_save: false needs none)"
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def _own_ranks(config: Config) -> int:
     )  # fmt: skip
     if rows and micro and accumulation and rows % (micro * accumulation) == 0:
         return rows // (micro * accumulation)
-    return config.scaling.num_workers
+    return config.scaling.max_workers
 
 
 def as_json(findings: Findings) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def as_json(findings: Findings) -> dict[str, Any]:
         "asked": findings.asked.as_json(),
         "plans": [plan.as_json() for plan in findings.plans],
         "advice": list(findings.advice),
-        "offload": {key: f"{device}: not in this release" for key, device in findings.offload.items()},
+        "offload": dict(findings.offload),
     }
 
 
@@ -82,6 +83,8 @@ def print_findings(findings: Findings) -> None:
         if note:
             console.print(f"{count} ranks: {note}", soft_wrap=True)
     console.print("activations and logits are estimates; total counts all parts at once", soft_wrap=True)
+    if findings.asked.snapshot_bytes:
+        console.print(_SNAPSHOT, soft_wrap=True)
     for line in findings.advice:
         console.print(f"- {line}", soft_wrap=True)
 
@@ -93,13 +96,16 @@ def _table(findings: Findings) -> Any:
     unit, factor = ("GiB", 1 << 30) if largest >= 1 << 30 else ("MiB", 1 << 20)
     table = Table(title=_title(asked, unit), title_justify="left", pad_edge=False)
     names = [name for name in asked.memory.parts() if any(plan.memory.parts()[name] for plan in findings.plans)]
-    offload = ["offload"] if findings.offload else []
-    for name in ("ranks", "stage", *names, "states", "total", "sent/step", *offload):
+    offload = ["host", "disk"] if findings.offload else []
+    snapshot = ["snapshot"] if asked.snapshot_bytes else []
+    for name in ("ranks", "stage", *names, "states", "total", *snapshot, "sent/step", *offload):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in findings.plans:
         parts = plan.memory.parts()
-        figures = [*(parts[name] for name in names), plan.memory.model_states, plan.memory.total, plan.traffic.total]
-        cells = [_figure(value / factor) for value in figures] + ["not in this release"] * len(offload)
+        figures = [*(parts[name] for name in names), plan.memory.model_states, plan.memory.total]
+        figures += [plan.snapshot_bytes] * len(snapshot) + [plan.traffic.total]
+        figures += [plan.offloaded.host, plan.offloaded.disk] if offload else []
+        cells = [_figure(value / factor) for value in figures]
         is_asked = (plan.stage, plan.ranks) == (asked.stage, asked.ranks)
         table.add_row(str(plan.ranks), str(plan.stage), *cells, style="bold" if is_asked else "")
         if plan.stage == _STAGES[-1]:

@@ -1,5 +1,4 @@
-"""Ray hosts the ranks: `fit`, its workers, what they report. Layer 8, the only folder that imports ray. README.md."""
+"""Ray hosts the ranks: `fit.fit`, its workers, what they report. Layer 8, the only folder that imports ray. README.md.
 
-from raydz.orchestrate.fit import fit
-
-__all__ = ["fit"]
+Nothing is imported here: a worker that only supervises imports neither torch nor the training loop.
+"""

@@ -9,32 +9,20 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
-
-import ray
 
 from raydz.dist.monitor import activity
 from raydz.orchestrate.board import Beat
 from raydz.orchestrate.node_mail import NodeMail
+from raydz.orchestrate.place import Place
 
 _EVERY_S = 1.0
 _FRESH_S = 2.5
 """A rank of this node that was not heard for so long does not post for the others."""
+Post = Callable[[Sequence[tuple[Beat, float]], float], object]
 _POSTS_A_SECOND = 12
 """What one board takes for well below a hundredth of a core (0.3 ms each); more nodes post less often."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
 
 
 def post_every_s(place: Place) -> float:
@@ -52,13 +40,14 @@ class Beats:
     """A thread of the worker; it stops when the process is stopped, which is what shows a hang.
 
     Args:
+        post: takes the beats of this node's ranks with their ages, and after how many seconds the next ones come.
         token: of this attempt; ranks with the same one hear each other.
+        node_id: Ray's.
     """
 
-    def __init__(self, board: Any, place: Place, token: str) -> None:
-        self._board, self._place = board, place
-        self._node_id = ray.get_runtime_context().get_node_id()
-        self._mail = NodeMail(f"{token}-{self._node_id[:16]}", place.local_rank, place.local_world_size)
+    def __init__(self, post: Post, place: Place, token: str, node_id: str) -> None:
+        self._post, self._place, self._node_id = post, place, node_id
+        self._mail = NodeMail(f"{token}-{node_id[:16]}", place.local_rank, place.local_world_size)
         self._heard: dict[int, tuple[Beat, float]] = {}
         self._posted_at = float("-inf")
         self._stopped = threading.Event()
@@ -89,4 +78,4 @@ class Beats:
         is_due = now - self._posted_at >= every_s - _EVERY_S / 2
         if is_due and is_poster(local_rank, {sender: at for sender, (_, at) in self._heard.items()}, now):
             self._posted_at = now
-            self._board.post_beats.remote([(heard, now - at) for heard, at in self._heard.values()], every_s)
+            self._post([(heard, now - at) for heard, at in self._heard.values()], every_s)

@@ -1,14 +1,17 @@
 """Where workers leave what the driver must know: how far they are, the run's result, and the first typed error.
 
-Neighbours: `worker.py` posts, `fit.py` and `watchdog.py` read. An actor, because Ray Train wraps exceptions in text,
-returns only metrics, and takes them once every two seconds.
+Neighbours: `worker.py` and `supervisor.py` post, `fit.py`, `watchdog.py` and `referee.py` read. An actor, because Ray
+Train wraps exceptions in text, returns only metrics, and takes them once every two seconds. It imports no torch: it and
+the supervisors start in half the time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,9 +19,13 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydz.errors import RaydzError
-from raydz.train import Result
+from raydz.orchestrate.rounds import Order, Report, Rounds, View
 
 _STEP_TIMES = 32
+_LONGEST_WAIT_S = 300.0
+"""Of a supervisor for news: with 1,024 of them half a minute would be 34 calls a second, of 0.5 ms each."""
+_CALLS_AT_ONCE = 16384
+"""Every supervisor has one waiting."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +78,15 @@ class Board:
     """One for each attempt, owned by the driver."""
 
     def __init__(self) -> None:
-        self._result: Result | None = None
+        self._result: dict[str, Any] | None = None
         self._failure: RaydzError | None = None
         self._stop_reason: str | None = None
         self._standing = Standing()
+        self._rounds = Rounds()
+        self._changed = asyncio.Event()
 
-    def post_result(self, result: Result) -> None:
-        """Rank 0 is done."""
+    def post_result(self, result: dict[str, Any]) -> None:
+        """Rank 0 is done: the fields of its `Result`."""
         self._result = result
 
     def post_failure(self, error: RaydzError) -> None:
@@ -94,8 +103,10 @@ class Board:
         self._standing.began, self._standing.began_at, self._standing.moved_at = step, now, now
 
     def post_step(self, step: int) -> None:
-        """Rank 0 ended a step."""
+        """Rank 0 ended a step; calls of an actor that waits for several things may overtake each other."""
         now, standing = time.time(), self._standing
+        if standing.step is not None and step <= standing.step:
+            return
         if standing.step_at is not None:
             standing.step_times_s.append(now - standing.step_at)
         standing.first_step_at = standing.first_step_at or now
@@ -137,9 +148,85 @@ class Board:
         """The failure, if there was one."""
         return self._failure
 
-    def result(self) -> Result | None:
-        """The result, if rank 0 came to an end."""
+    def result(self) -> dict[str, Any] | None:
+        """The fields of the result, if rank 0 came to an end."""
         return self._result
+
+    # -- rounds --------------------------------------------------------------------------------------------------------
+
+    def relay(self, number: int, name: str, *arguments: Any) -> None:
+        """Call a method for a rank's process of round `number`; word from an earlier round is dropped.
+
+        So is, but for the result, what comes after the attempt's end.
+        """
+        is_over = self._rounds.view.end is not None and name != "post_result"
+        if number == self._rounds.number and not is_over:
+            getattr(self, name)(*arguments)
+
+    def join(self, rank: int, node_id: str) -> None:
+        """The supervisor of a rank is there."""
+        self._rounds.nodes[rank] = node_id
+        self._wake()
+
+    async def nodes_of(self, world_size: int, limit_s: float) -> dict[int, str]:
+        """The node of each rank, once all have come, or of those that have come after `limit_s`."""
+        await self._wait_until(lambda: len(self._rounds.nodes) == world_size, limit_s)
+        return dict(self._rounds.nodes)
+
+    def use_vaults(self, vaults: Mapping[str, Any]) -> None:
+        """See `Rounds.use_vaults`."""
+        self._rounds.use_vaults(vaults)
+        self._wake()
+
+    def announce_store(self, number: int, host: str, port: int) -> None:
+        """See `Rounds.announce_store`."""
+        self._rounds.announce_store(number, host, port)
+        self._wake()
+
+    def report(self, number: int, report: Report) -> None:
+        """See `Rounds.report`."""
+        self._rounds.report(number, report)
+        self._wake()
+
+    def done(self, number: int, rank: int, world_size: int) -> None:
+        """See `Rounds.done`."""
+        self._rounds.done(number, rank, world_size)
+        self._wake()
+
+    def begin_round(self, order: Order) -> bool:
+        """See `Rounds.begin`; the attempt's standing begins anew."""
+        has_begun = self._rounds.begin(order)
+        if has_begun:
+            self._standing, self._failure = Standing(), None
+        self._wake()
+        return has_begun
+
+    def give_up(self, reason: str) -> None:
+        """See `Rounds.give_up`."""
+        self._rounds.give_up(reason)
+        self._wake()
+
+    async def next_view(self, seen: int) -> View:
+        """The view, once it is newer than version `seen`, or as it is after five minutes."""
+        await self._wait_until(lambda: self._rounds.view.version > seen)
+        return self._rounds.view
+
+    async def next_reports(self, number: int, seen: int, limit_s: float) -> list[Report]:
+        """The reports of round `number`, once there are more than `seen`, or as they are after `limit_s`."""
+        await self._wait_until(lambda: self._rounds.number != number or len(self._rounds.reports) > seen, limit_s)
+        return list(self._rounds.reports) if self._rounds.number == number else []
+
+    def _wake(self) -> None:
+        if self._rounds.view.end is not None:
+            self._standing.moved_at = None  # nothing moves any more, and nothing hangs
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _wait_until(self, condition: Callable[[], bool], limit_s: float = _LONGEST_WAIT_S) -> None:
+        deadline = time.monotonic() + limit_s
+        while not condition() and (left_s := deadline - time.monotonic()) > 0:
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), left_s)
 
 
 def new_board() -> Any:
@@ -148,4 +235,5 @@ def new_board() -> Any:
     On the driver's own node: a board on a worker's node would be lost with it, and with it what the driver decides by.
     """
     here = NodeAffinitySchedulingStrategy(node_id=ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(num_cpus=0)(Board).options(scheduling_strategy=here).remote()
+    options = {"scheduling_strategy": here, "max_concurrency": _CALLS_AT_ONCE}
+    return ray.remote(num_cpus=0)(Board).options(**options).remote()

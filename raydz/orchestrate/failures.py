@@ -32,6 +32,8 @@ class Kind(Enum):
     """The checkpoint that the attempt began from is damaged."""
     NO_START = "no start"
     """The group never trained: too few resources in time, or its processes did not come up."""
+    NO_ROOM = "no room"
+    """What was free when the group was sized had been taken when it was placed."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Failure:
 _OUT_OF_MEMORY = ("out of memory", "running low on memory", "OutOfMemory", "DefaultCPUAllocator")
 _NODE_GONE = ("node was terminated", "node has died", "Node is dead", "NodeDied")
 _DRAINED = ("preempted", "PreemptionError", "DRAIN_NODE")
+_NO_ROOM = ("WorkerGroupStartupTimeout",)
 _NO_START = ("WorkerGroupStartup", "InsufficientClusterResources", "CheckpointManagerInitialization")
 _DIED = ("ActorDied", "ActorUnavailable", "WorkerCrashed", "WorkerHealthCheckFailed", "LocalRayletDied")
 _HANGS = ("HealthCheckTimeout", "NCCLHang", "no progress")
@@ -98,6 +101,7 @@ def classify(error: BaseException, said: RaydzError | None, *, had_begun: bool) 
 def _outside(text: str) -> Kind:
     """Order matters: a lost node also looks like dead actors, a memory kill also like a dead process."""
     for marks, kind in (
+        (_NO_ROOM, Kind.NO_ROOM),
         (_NO_START, Kind.NO_START),
         (_HANGS, Kind.HANG),
         (_DRAINED, Kind.NODE_DRAINED),

@@ -6,6 +6,7 @@ made its first step. See README.md, "What a restart tells".
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ def describe_failure(failure: Failure, decision: Restart | GiveUp, number: int, 
 
 
 def interrupted(
-    before: Interruption | None, event: dict[str, Any], standing: Standing, board_now: float
+    before: Interruption | None, event: dict[str, Any], standing: Standing, board_now: float, workers: int = 0
 ) -> Interruption:
     """The interruption that began with this failure, or the one that goes on: an attempt without a step ended none.
 
@@ -42,13 +43,26 @@ def interrupted(
         before: what the failed attempt was to end.
         event: of `describe_failure`.
         standing, board_now: as the board gave them when the failure was seen; one clock, so `detect_s` is exact.
+        workers: of the failed attempt.
     """
+    why = f"{event['kind']}: {event['cause']}"
     if before is not None and standing.step is None:
-        return replace(before, failures=(*before.failures, event))
-    moments = (standing.step_at, standing.began_at, standing.created_at)
-    last_sign = next(at for at in moments if at is not None)
+        return replace(before, failures=(*before.failures, event), why=why)
     last_step = standing.step if standing.step is not None else int(event["began_at_step"])
-    return Interruption((event,), last_step, max(0.0, board_now - last_sign), float(event["seen_at"]))
+    detect_s = _since_last_sign(standing, board_now)
+    trained = workers if standing.step is not None else 0
+    return Interruption((event,), last_step, detect_s, float(event["seen_at"]), trained, why)
+
+
+def planned(why: str, standing: Standing, board_now: float, workers: int) -> Interruption:
+    """The interruption that began with a stop that was asked for; the save before it is part of `detect_s`."""
+    assert standing.step is not None, "a stop is agreed on at the end of a step"
+    return Interruption((), standing.step, _since_last_sign(standing, board_now), time.time(), workers, why)
+
+
+def _since_last_sign(standing: Standing, board_now: float) -> float:
+    moments = (standing.step_at, standing.began_at, standing.created_at)
+    return max(0.0, board_now - next(at for at in moments if at is not None))
 
 
 def tell(run_dir: Path, event: Mapping[str, Any]) -> None:

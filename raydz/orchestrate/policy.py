@@ -40,8 +40,8 @@ class GiveUp:
     error: RaydzError | None = None
 
 
-_FREE = (Kind.NODE_DRAINED,)
-"""Kinds that say nothing about the run and are planned: no budget counts them."""
+_FREE = (Kind.NODE_DRAINED, Kind.NO_ROOM)
+"""Kinds that say nothing about the run: no budget counts them."""
 _POISON = (Kind.EXCEPTION, Kind.ERROR, Kind.KILLED, Kind.OUT_OF_MEMORY, Kind.HANG)
 """Kinds that a batch may cause."""
 
@@ -110,7 +110,7 @@ def _pause(failures: Sequence[Failure]) -> float:
     """None after a first failure to start, then 2, 4, 8 … seconds; a crash while training is restarted at once."""
     starts = 0
     for failure in reversed(failures):
-        if failure.kind is not Kind.NO_START:
+        if failure.kind not in (Kind.NO_START, Kind.NO_ROOM):
             break
         starts += 1
     return 0.0 if starts < 2 else min(2.0 ** (starts - 1), _LONGEST_PAUSE_S)

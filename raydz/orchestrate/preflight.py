@@ -13,6 +13,9 @@ from raydz.config import Config
 from raydz.errors import PlacementError, RaydzError
 from raydz.version import __version__
 
+_PATIENCE_S = 20.0
+_logger = log.get(__name__)
+
 
 def run_preflight(config: Config, resources: dict[str, float]) -> None:
     """Run the checks in a task with a worker's resources.
@@ -23,8 +26,14 @@ def run_preflight(config: Config, resources: dict[str, float]) -> None:
         RaydzError: whatever is wrong, as the worker would have said it.
     """
     other = {name: amount for name, amount in resources.items() if name not in ("CPU", "GPU")}
-    task = _check.options(num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=other)
-    error = ray.get(task.remote(config, __version__))
+    task = _check.options(
+        num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), resources=other,
+        scheduling_strategy="DEFAULT",  # else within the placement group of a task that calls `fit`, which is full
+    )  # fmt: skip
+    asked = task.remote(config, __version__)
+    if not ray.wait([asked], timeout=_PATIENCE_S)[0]:
+        _logger.info("checking storage and data on a host with %s free: it takes long, or none is free yet", resources)
+    error = ray.get(asked)
     if error is not None:
         raise error
 

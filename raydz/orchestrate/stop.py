@@ -87,6 +87,11 @@ class StopSignals:
             self._ask = None
         return done[0]()
 
+    def check(self) -> None:
+        """While no group trains: raise what `end` gives once a signal has come."""
+        if self.number is not None:
+            raise self.end()
+
     def end(self) -> BaseException:
         """What to raise at the end, so that the driver's exit code says that it was stopped."""
         assert self.number is not None

@@ -71,6 +71,8 @@ def find_stuck(standing: Standing, now: float, config: FailureConfig) -> list[Be
 class Watchdog:
     """A thread of the driver that looks at the board.
 
+    It goes on with the next round, where the attempt is not over.
+
     Attributes:
         found: one line about the hang it ended; None if there was none.
     """
@@ -91,11 +93,17 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join(_POLL_S + 1)
 
+    def take_found(self) -> str | None:
+        """`found`, for a failure that is mended: what is found next is another one."""
+        found, self.found = self.found, None
+        return found
+
     def _watch(self) -> None:
+        ended = 0.0
         while not self._stopped.wait(_POLL_S):
             try:
                 standing, now = ray.get(self._board.glance.remote(), timeout=30)
-                if not is_overdue(standing, now, self._config):
+                if standing.created_at == ended or not is_overdue(standing, now, self._config):
                     continue
                 standing, now = ray.get(self._board.standing.remote(), timeout=30)
             except Exception as error:  # the board ends with the cluster, and then so does the attempt
@@ -104,7 +112,7 @@ class Watchdog:
             stuck = find_stuck(standing, now, self._config)
             if stuck:
                 self._end(stuck, standing, now)
-                return
+                ended = standing.created_at
 
     def _end(self, stuck: list[Beat], standing: Standing, now: float) -> None:
         ranks = ", ".join(f"rank {beat.rank} (pid {beat.pid})" for beat in stuck)

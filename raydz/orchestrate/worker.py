@@ -1,26 +1,31 @@
-"""What runs on every Ray Train worker: the training loop, and word to the driver of how it ended.
+"""What runs on every Ray Train worker without `failure.in_place`: the training loop, and word of how it ended.
 
-Neighbours: `fit.py` hands this to Ray Train, which has set up the process group; `train/loop.py` does the work;
-`board.py` takes result and errors.
+Neighbours: `attempts.py` hands this to Ray Train, which has set up the process group; `train/loop.py` does the work;
+`board.py` takes result and errors. With `failure.in_place` it is `supervisor.py` and `child.py` instead.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import ray
 import ray.train
+from ray import cloudpickle
 
 from raydz import log
 from raydz.config import Config
 from raydz.dist import init_world
 from raydz.dist.monitor import print_and_exit, set_end
-from raydz.errors import RaydzError, TrainingError
-from raydz.orchestrate.beats import Beats, Place
+from raydz.errors import RaydzError, Superseded, TrainingError
+from raydz.orchestrate.beats import Beats
 from raydz.orchestrate.gauges import Gauges
+from raydz.orchestrate.host_watch import watching
+from raydz.orchestrate.place import Place
 from raydz.orchestrate.stop import StopWatch
+from raydz.orchestrate.supervisor import SupervisorTask
 from raydz.train import run_training
 from raydz.train.attempt import Attempt
 from raydz.train.build import LossFunction, ModelFunction
@@ -42,9 +47,24 @@ class WorkerTask:
     interruption: Interruption | None = None
 
 
+def supervised(task: WorkerTask) -> SupervisorTask:
+    """The same for workers that run their rank in a process of its own (`supervisor.py`)."""
+    config, packed = task.config, cloudpickle.dumps(replace(task, board=None))
+    return SupervisorTask(
+        task.board, str(config.run.name), config.tracking.log_json, packed, config.failure, task.number
+    )
+
+
+def torch_threads(config: Config) -> int:
+    """Of one rank."""
+    threads = config.train.threads
+    return max(1, int(config.scaling.cpus_per_worker)) if threads == "auto" else threads
+
+
 def _tell_and_exit(task: WorkerTask, error: TrainingError) -> None:
     """End of a rank whose main thread waits for peers that will never come: the driver hears why."""
-    ray.get(task.board.post_failure.remote(error), timeout=10)
+    with suppress(Exception):  # of a driver that is gone, or cannot be reached
+        ray.get(task.board.post_failure.remote(error), timeout=10)
     print_and_exit(error)
 
 
@@ -64,11 +84,11 @@ def _attempt(task: WorkerTask, beats: Beats, stop: StopWatch, entered_at: float,
         if tells:
             task.board.post_step.remote(step)
 
-    return Attempt(
-        task.number, task.skips, task.before_step, chose, began, ended_step, stop,
-        **({"measured": Gauges(str(task.config.run.name))} if tells else {}),
-        interruption=task.interruption, entered_at=entered_at,
+    attempt = Attempt(
+        task.number, task.skips, task.before_step, chose, began, ended_step, stop, interruption=task.interruption,
+        entered_at=entered_at,
     )  # fmt: skip
+    return replace(attempt, measured=Gauges(str(task.config.run.name))) if tells else attempt
 
 
 def train_worker(settings: dict[str, Any]) -> None:
@@ -84,19 +104,25 @@ def train_worker(settings: dict[str, Any]) -> None:
     config = task.config
     log.setup(rank, as_json=config.tracking.log_json)
     set_end(lambda error: _tell_and_exit(task, error))
-    threads = config.train.threads
     try:
         world = init_world(
             config.train.device,
             timeout_s=config.parallel.collective_timeout_s,
-            threads=max(1, int(config.scaling.cpus_per_worker)) if threads == "auto" else threads,
+            threads=torch_threads(config),
         )
         place = Place(rank, world.world_size, context.get_local_rank(), context.get_local_world_size())
-        with Beats(task.board, place, task.token) as beats, StopWatch(task.board, looks=rank == 0) as stop:
+        post, node_id = task.board.post_beats.remote, ray.get_runtime_context().get_node_id()
+        with (
+            watching(task.board, place, config.failure),
+            Beats(post, place, task.token, node_id) as beats,
+            StopWatch(task.board, looks=rank == 0) as stop,
+        ):
             attempt = _attempt(task, beats, stop, entered_at, tells=rank == 0)
             result = run_training(config, world, model=task.model, loss=task.loss, attempt=attempt)
         if rank == 0:
-            ray.get(task.board.post_result.remote(result))
+            ray.get(task.board.post_result.remote(asdict(result)))
+    except Superseded as error:
+        _tell_and_exit(task, error)  # the group that this worker belonged to may be long gone
     except RaydzError as error:
         ray.get(task.board.post_failure.remote(error))
         raise

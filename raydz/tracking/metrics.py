@@ -47,6 +47,7 @@ _ROWS = (
     Metric("comm_time_share", "1", "mean", "all communication, hidden or not, over step time"),
     Metric("data_wait_share", "1", "mean", "time waited for the next batch over step time"),
     Metric("offload_wait_share", "1", "mean", "time waited for a host or NVMe tier over step time"),
+    Metric("offload_rollback_rate", "1", "rank0", "how often the norm undid updates that had begun before it"),
     Metric("skipped_steps", "steps", "max", "steps skipped so far because of non-finite gradients"),
     Metric("loss_scale", "1", "rank0", "factor of the step's losses under fp16"),
     Metric("loss_spikes", "steps", "rank0", "steps so far whose loss stood out, by train.loss_spike"),
@@ -55,7 +56,8 @@ _ROWS = (
     Metric("eval_loss", "nats/token", "rank0", "loss on an evaluation set; eval_loss/<set> if it has a name"),
     Metric("restarts", "1", "rank0", "failed attempts of the run so far, with each step after one"),
     Metric("lost_steps", "steps", "rank0", "steps so far that were done, and lost with a failure"),
-    Metric("recovery_s", "s", "rank0", "last step before a failure to the first one after; recovery_s/<phase> of it"),
+    Metric("recovery_s", "s", "rank0", "last step before a failure or resize to the first one after; also by phase"),
+    Metric("world_size", "ranks", "rank0", "ranks that trained the step"),
     Metric("attempt", "1", "rank0", "how often the run has been restarted; written with every step"),
 )
 METRICS: dict[str, Metric] = {row.name: row for row in _ROWS}

@@ -134,8 +134,9 @@ class MlflowSink:
         """Go on with the run; where it still says RUNNING, its process died without a word, and a tag says so."""
         tags = self._attempt_tags()
         old = run.data.tags
-        if run.info.status == "RUNNING" and old.get("raydz.session") != self._session:
-            tags[f"raydz.attempt.{old.get('raydz.attempt', '?')}.status"] = "KILLED"
+        status = f"raydz.attempt.{old.get('raydz.attempt', '?')}.status"
+        if run.info.status == "RUNNING" and old.get("raydz.session") != self._session and status not in old:
+            tags[status] = "KILLED"
         _set_tags(client, run.info.run_id, tags)
         if "raydz.error" in old:
             client.delete_tag(run.info.run_id, "raydz.error")  # its copy under the attempt stays

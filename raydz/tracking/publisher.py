@@ -26,9 +26,9 @@ _NO_STEP = -1
 
 @dataclass(frozen=True)
 class Ending:
-    """How the run ends, and until when (time.monotonic) the thread may try to say so."""
+    """How the run ends (None: it goes on), and until when (time.monotonic) the thread may try to say so."""
 
-    status: str
+    status: str | None
     error: str | None
     deadline: float
 
@@ -95,8 +95,8 @@ class Publisher:
             tried = self._rounds.wait_for(lambda: self._answered >= asked or self._is_done, timeout_s)
         return tried and not self._backoff.is_failing and self.refusal is None
 
-    def close(self, timeout_s: float, status: str, error: str | None = None) -> int:
-        """Publish the rest, close the run with a status and end the thread.
+    def close(self, timeout_s: float, status: str | None, error: str | None = None) -> int:
+        """Publish the rest, close the run with a status (None: leave it open) and end the thread.
 
         Blocking: at most `timeout_s`.
 
@@ -107,7 +107,7 @@ class Publisher:
         self._wake.set()
         self._thread.join(timeout_s)
         if not self._is_done or self._backoff.is_failing:
-            _log.warning("tracking: the status %s could not be sent within %.0f s", status, timeout_s)
+            _log.warning("tracking: the end (%s) could not be sent within %.0f s", status or "pause", timeout_s)
         if unsent := self._notes.names:
             _log.warning("tracking: never stored: %s", ", ".join(unsent))
         return self._tail.count(self._held_step())
@@ -137,7 +137,7 @@ class Publisher:
                 self._last_step = self._sink.connect()
             self._publish_points()
             self._notes.send(self._sink, is_last=ending is not None)
-            if ending is not None:
+            if ending is not None and ending.status is not None:
                 self._sink.finish(ending.status, ending.error)
         except ConfigError as refusal:
             return self._refused(refusal)

@@ -186,6 +186,16 @@ class Tracker:
         if self._publisher:
             self._publisher.annotate(texts={name: redact(text)})
 
+    def pause(self, reason: str, timeout_s: float = 30.0) -> int:
+        """End this attempt, not the run: MLflow's stays RUNNING for the attempt that follows, with a tag of this one.
+
+        Blocking, and returns: as `finish`.
+        """
+        if self._is_finished:
+            return 0
+        self.set_tags({f"raydz.attempt.{self._attempt}.status": "PAUSED"})
+        return self._end("pause", {"reason": reason}, None, None, timeout_s)
+
     def finish(self, status: str, error: str | None = None, timeout_s: float = 30.0) -> int:
         """End the run as FINISHED, FAILED or KILLED. A second call does nothing.
 
@@ -198,8 +208,12 @@ class Tracker:
             raise ValueError(f"status {status}: one of {', '.join(STATUSES)}")
         if self._is_finished:
             return 0
+        return self._end("finish", {"status": status, "error": error}, status, error, timeout_s)
+
+    def _end(self, kind: str, fields: dict[str, Any], status: str | None, error: str | None, timeout_s: float) -> int:
+        """The last event, and the rest to MLflow."""
         self._is_finished = True
-        self.log_event("finish", {"status": status, "error": error, "lost_points": self.lost_points})
+        self.log_event(kind, {**fields, "lost_points": self.lost_points})
         left = self._publisher.close(timeout_s, status, error) if self._publisher else 0
         if left:
             _log.warning("%d steps stay in the journal; the next start of this run publishes them", left)

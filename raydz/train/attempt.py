@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from raydz import log
 from raydz.checkpoint import committed_steps, set_aside, step_folder
+from raydz.checkpoint.memory import MemorySnapshots
 from raydz.storage import Store
 from raydz.train.recovery import Interruption
 from raydz.train.stopping import Asked
@@ -46,6 +47,8 @@ class Attempt:
         measured: is told, on rank 0, the figures of each step that is done.
         interruption: what this attempt is to end; None: nothing failed.
         entered_at: Unix time at which this attempt came to this rank.
+        memory: makes this rank's snapshots in memory, of which those of the attempt before are there still; None: there
+            is no memory that outlives this process.
     """
 
     number: int = 0
@@ -58,6 +61,7 @@ class Attempt:
     measured: Callable[[int, Mapping[str, float]], None] = _unheard
     interruption: Interruption | None = None
     entered_at: float = field(default_factory=time.time)
+    memory: MemorySnapshots | None = None
 
     def prepare(self, store: Store) -> None:
         """Make damaged checkpoints of the run invisible, and tell the step of the newest that is left. On rank 0."""

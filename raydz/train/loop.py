@@ -17,6 +17,7 @@ from raydz import log
 from raydz.checkpoint import checkpoint_uri
 from raydz.config import Config
 from raydz.dist import World
+from raydz.errors import Superseded
 from raydz.tracking import read_peaks, reduce_over_ranks
 from raydz.train.attempt import Attempt
 from raydz.train.build import LossFunction, ModelFunction
@@ -29,8 +30,9 @@ from raydz.train.progress import Progress
 from raydz.train.result import Result
 from raydz.train.saving import RunSaves, ending_on_sigterm
 from raydz.train.setup import Run, exports_store, mlflow_uri, open_run, settle_tracking, start_tracking
+from raydz.train.snapshots import is_saved, open_snapshots
 from raydz.train.spikes import commit_or_answer
-from raydz.train.stopping import StopRequest
+from raydz.train.stopping import StopRequest, goes_on
 
 _logger = log.get(__name__)
 
@@ -69,7 +71,9 @@ def run_training(
             run.saves.give_chance()
         if run.exports is not None:
             run.exports.stop()
-        if run.tracker:
+        if run.tracker and isinstance(error, Superseded):
+            run.tracker.pause(error.what, timeout_s=0.0)  # the records are the newer start's now
+        elif run.tracker:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
             run.tracker.finish("KILLED" if stopped else "FAILED", f"{type(error).__name__}: {error}")
         raise
@@ -90,6 +94,9 @@ def train(run: Run) -> None:
         run.tracker.set_tags({"raydz.unigram_entropy": f"{run.prepared.unigram_entropy:.4f}"})
     with Progress(steps, run.step, config.log_every, is_shown=run.tracker is not None) as progress:
         run.saves = saves = RunSaves(run, progress)
+        run.snapshots = open_snapshots(run)
+        if run.is_from_memory and is_due(run.step, run.config.checkpoint.every) and not is_saved(run):
+            saves.begin()  # the one of this step was lost with the processes that made it
         for step in range(run.step + 1, steps + 1):
             if step in run.attempt.skips:
                 _leave_out(run, step)
@@ -110,6 +117,8 @@ def train(run: Run) -> None:
             progress.show(step, metrics)
             run.attempt.ended_step(step)
             saves.poll()
+            if run.snapshots is not None:
+                run.snapshots.step_ended(step)
             if run.exports is not None:
                 run.exports.report()
             at_end = step == steps and run.config.checkpoint.at_end
@@ -147,7 +156,8 @@ def train_step(run: Run, step: int, watch: StepWatch) -> dict[str, float]:
     if run.spikes is not None:
         figures["loss_spikes"] = float(run.spikes.count)
     metrics = reduce_over_ranks(figures, engine.comms.world.all_gather_values)
-    return {"loss": mean_loss, **metrics, "tokens_seen": float(run.tokens_seen)}
+    counts = {"tokens_seen": float(run.tokens_seen), "world_size": float(engine.world.world_size)}
+    return {"loss": mean_loss, **metrics, **counts}
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
@@ -175,7 +185,9 @@ def _stopped(run: Run) -> Result:
     """The end of a run that was asked to stop; it goes on where this ends."""
     if run.exports is not None:
         run.exports.stop()
-    if run.tracker:
+    if run.tracker and goes_on(run.stop.reason):
+        run.tracker.pause(str(run.stop.reason))
+    elif run.tracker:
         run.tracker.finish("KILLED", f"stopped after step {run.step}: {run.stop.reason}")
     return _result(run, "stopped")
 

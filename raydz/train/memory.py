@@ -5,7 +5,7 @@ Neighbours: `setup.py` checks and records, `loop.py` wraps the steps; `raydz.pla
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -56,6 +56,7 @@ class MemoryCheck:
         lines = [f"stage {plan.stage} on {plan.ranks} ranks, bytes a rank; free: {free} ({self.place})"]
         lines += [f"{name:<12} {format_bytes(value):>11}" for name, value in memory.parts().items()]
         lines += [f"{'states':<12} {format_bytes(memory.model_states):>11}", f"{'total':<12} {_figure(memory.total)}"]
+        lines.append(f"{'snapshot':<12} {_figure(plan.snapshot_bytes)}  of host memory, for saves behind training")
         lines.append(f"{'sent a step':<12} {_figure(plan.traffic.total)}")
         return "\n".join([*lines, "activations and logits are estimates; 0 where the model is not raydz's", ""])
 
@@ -74,7 +75,8 @@ def check_memory(config: Config, module: nn.Module, world: World, vocab_size: in
     Raises:
         ConfigError: it cannot fit; names the bytes by part and the key to change.
     """
-    plan = run_planner(config, module, world, vocab_size).at(world.world_size)
+    planner = run_planner(config, module, world, vocab_size)
+    plan = planner.at(world.world_size)
     free, place = free_bytes(world)
     if free is None:
         _logger.warning("what is free cannot be told on this system, so the plan was not compared with it")
@@ -86,23 +88,32 @@ def check_memory(config: Config, module: nn.Module, world: World, vocab_size: in
                 plan.stage, format_bytes(plan.memory.total), format_bytes(free), place,
                 describe_parts(plan.memory.parts()),
             )  # fmt: skip
-    _warn_of_snapshot(config, plan, world)
+        if config.scaling.is_elastic:
+            _warn_of_fewest(planner.at(config.scaling.min_workers), free, place)
+    _warn_of_snapshot(plan, world)
     return MemoryCheck(plan, free, place)
 
 
-def _warn_of_snapshot(config: Config, plan: Plan, world: World) -> None:
+def _warn_of_fewest(plan: Plan, free: int, place: str) -> None:
+    """Each of fewer workers has more of the state; one that then does not fit would be the end of the run."""
+    if plan.memory.certain > free:
+        _logger.warning(
+            "with the fewest workers of scaling.num_workers, %d, a rank takes %s and %s are free (%s): "
+            "the run cannot shrink so far; raise the minimum",
+            plan.ranks, format_bytes(plan.memory.certain), format_bytes(free), place,
+        )  # fmt: skip
+
+
+def _warn_of_snapshot(plan: Plan, world: World) -> None:
     """Saves in the background copy this rank's states to host memory, which on a CPU is where they are already."""
-    if not config.checkpoint.async_save or not (config.checkpoint.every or config.checkpoint.at_end):
-        return
-    memory = plan.memory
-    snapshot = memory.weights + memory.masters + memory.moments
+    snapshot = plan.snapshot_bytes
     try:
         free = memory_bytes()[1] // world.local_world_size
     except OSError:
         return
-    if snapshot + (memory.total if world.device.type == "cpu" else 0) > free:
+    if snapshot and snapshot + (plan.memory.total if world.device.type == "cpu" else 0) > free:
         _logger.warning(
-            "a save in the background may not find the %s of host memory that its snapshot takes at most: %s are free "
+            "a save in the background may not find the %s of host memory that its snapshot takes: %s are free "
             "for this rank; checkpoint.async_save: false needs none", format_bytes(snapshot), format_bytes(free),
         )  # fmt: skip
 
@@ -127,7 +138,10 @@ def run_planner(config: Config, module: nn.Module, world: World, vocab_size: int
     device = world.device.type
     is_ours = isinstance(module, Decoder)
     work = workload(config, decoder_sizes(config, vocab_size), device) if is_ours else None
-    return Planner(engine, units, work, device, keeps_average=config.train.ema_decay is not None)
+    return Planner(
+        engine, units, work, device, keeps_average=config.train.ema_decay is not None,
+        saves_behind=config.checkpoint.saves_behind,
+    )  # fmt: skip
 
 
 def free_bytes(world: World) -> tuple[int | None, str]:
@@ -161,10 +175,10 @@ def naming_out_of_memory(check: MemoryCheck, engine: Engine | None, when: str) -
 
 
 def measured_bytes(engine: Engine) -> dict[str, int]:
-    """Bytes of the engine's tensors that exist now under the plan's names, each storage once."""
+    """Bytes of the engine's tensors on the device that exist now under the plan's names, each storage once."""
     seen: set[int] = set()
 
-    def size(tensors: list[Tensor | None]) -> int:
+    def size(tensors: Sequence[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
             storage = None if tensor is None else tensor.untyped_storage()
@@ -174,13 +188,16 @@ def measured_bytes(engine: Engine) -> dict[str, int]:
         return total
 
     groups, gradients = engine.sharded.groups, engine.sharded.gradients
-    found = {"weights": size([t for g in groups for t in (g.weights.compute, g.full if g.keeps_parameters else None)])}
+    here = [group for group in groups if group.source is None]  # of the others, masters and states are offloaded
+    found = {"weights": size([g.weights.compute for g in here] + [g.full for g in groups if g.keeps_parameters])}
     seconds = [g.gathering.second for g in groups if g.gathering is not None]
     found["weights"] += size([second.values for second in seconds if second is not None])
     found["gathered"] = size([group.full for group in groups])
-    found["masters"] = size([t for group in groups for t in (group.weights.low, group.weights.separate)])
+    found["masters"] = size([t for group in here for t in (group.weights.low, group.weights.separate)])
     averages = engine.average.values if engine.average else []
-    found["moments"] = size([*(t for state in engine.optimizer.states for t in state.values()), *averages])
+    found["moments"] = size([*engine.optimizer.device_states(), *averages])
     found["gradients"] = size([grads._full for grads in gradients])
     found["sums"] = size([grads.reduced for grads in gradients])
+    if len(here) < len(groups):
+        found["offloaded, on the host"] = engine.host_memory.bytes_held
     return found

@@ -1,4 +1,4 @@
-"""What a failure cost: from the last step before it to the first step after it, by phase.
+"""What a failure or a change of the number of workers cost: from the last step before it to the first one after it.
 
 Neighbours: `orchestrate/interruption.py` says what went before; `setup.py` makes a `RecoveryWatch` on rank 0 and
 `loop.py` asks it after each step.
@@ -18,23 +18,29 @@ from raydz.tracking.events import EVENTS_NAME
 
 PHASES = ("detect", "start", "load", "first_step")
 """Last step -> failure seen by the driver -> worker's train function -> checkpoint loaded -> first step ended."""
+_ENDS = ("recovered", "resized", "moved")
+"""Events of the first step after an interruption: by a failure, to another number of workers, to other nodes."""
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """A failure, or several without a step between them, that this attempt is to end.
+    """A failure, several without a step between them, or a planned stop, that this attempt is to end.
 
     Args:
-        failures: one event each, as `failure` in `events.jsonl`.
+        failures: one event each, as `failure` in `events.jsonl`; none where the stop was planned.
         last_step: the last one that was done before.
         detect_s: from that step's end (or, without one, the last sign of progress) until the driver saw the failure.
         seen_at: when that was; Unix time of the driver's host.
+        workers: the ranks of the group that was interrupted; 0: not known.
+        why: the number may be another one now.
     """
 
     failures: tuple[dict[str, Any], ...]
     last_step: int
     detect_s: float
     seen_at: float
+    workers: int = 0
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def recovery_of(
         began_at_step: of the checkpoint that was loaded.
         times: Unix times at which the worker's train function was entered, the checkpoint loaded, the first step done;
             hosts whose clocks differ can make a phase 0, never negative.
-        earlier: the run's newest event `recovered`, or {}.
+        earlier: the run's newest event of `_ENDS`, or {}.
     """
     marks = (interruption.seen_at, *times)
     spans = [max(0.0, after - before) for before, after in pairwise(marks)]
@@ -94,14 +100,14 @@ class RecoveryWatch:
 
     def __init__(
         self, tracker: Tracker, interruption: Interruption, began_at_step: int, times: tuple[float, float],
-        earlier: Mapping[str, Any],
+        earlier: Mapping[str, Any], world_size: int | None = None,
     ) -> None:  # fmt: skip
         self._tracker, self._interruption, self._began_at_step = tracker, interruption, began_at_step
-        self._times, self._earlier = times, earlier
+        self._times, self._earlier, self._world_size = times, earlier, world_size
         self._metrics: dict[str, float] = {}
 
     def step_ended(self, step: int) -> dict[str, float]:
-        """Metrics of what was measured at the first step, whose event `recovered` is written here.
+        """Metrics of what was measured at the first step, whose events are written here.
 
         Every later step has them, too: MLflow may hold the first ones already, from the attempt that failed, and takes
         no step twice.
@@ -110,29 +116,41 @@ class RecoveryWatch:
             return self._metrics
         recovery = recovery_of(self._interruption, self._began_at_step, (*self._times, time.time()), self._earlier)
         phases = {name: round(seconds, 3) for name, seconds in recovery.phases_s.items()}
-        self._tracker.log_event("recovered", {
-            "step": step, "from_step": self._began_at_step, "kind": self._interruption.failures[-1]["kind"],
-            "failures": len(self._interruption.failures),
+        where = {"step": step, "from_step": self._began_at_step}
+        cost = {
             "restarts": recovery.restarts, "lost_steps": recovery.lost_steps,
             "recovery_s": {**phases, "total": round(recovery.total_s, 3)},
-        })  # fmt: skip
+        }  # fmt: skip
+        before, failures = self._interruption.workers, self._interruption.failures
+        if failures:
+            kinds = {"kind": failures[-1]["kind"], "failures": len(failures)}
+            kinds["in_place"] = all(failure.get("in_place", False) for failure in failures)
+            self._tracker.log_event("recovered", {**where, **kinds, **cost})
+        if before and self._world_size not in (None, before):
+            sizes = {"from": before, "to": self._world_size, "why": self._interruption.why}
+            self._tracker.log_event("resized", {**where, **sizes, **cost})
+        elif not failures:
+            self._tracker.log_event("moved", {**where, "why": self._interruption.why, **cost})
         self._metrics = recovery.as_metrics()
         return self._metrics
 
 
 def watch_recovery(
-    tracker: Tracker, run_dir: Path, interruption: Interruption, began_at_step: int, times: tuple[float, float]
-) -> RecoveryWatch:
+    tracker: Tracker, run_dir: Path, interruption: Interruption, began_at_step: int, times: tuple[float, float],
+    world_size: int | None = None,
+) -> RecoveryWatch:  # fmt: skip
     """Record the failures that the driver could not, and the newest one as a tag of the MLflow run; on rank 0.
 
     Args:
         times: as in `recovery_of`, without the first step's.
+        world_size: ranks of this attempt; where the interrupted one had others, that is an event.
     """
     events = read(run_dir / EVENTS_NAME)
     for failure in untold(interruption.failures, events):
         tracker.log_event("failure", failure)
     failed_attempt = max(0, sum(event.get("event") == "start" for event in events) - 2)
-    newest = interruption.failures[-1]
-    tracker.set_tags({f"raydz.attempt.{failed_attempt}.failure": f"{newest['kind']}: {newest['cause']}"})
-    earlier: dict[str, Any] = next((event for event in reversed(events) if event.get("event") == "recovered"), {})
-    return RecoveryWatch(tracker, interruption, began_at_step, times, earlier)
+    for newest in interruption.failures[-1:]:
+        tracker.set_tags({f"raydz.attempt.{failed_attempt}.failure": f"{newest['kind']}: {newest['cause']}"})
+    counted = (event for event in reversed(events) if event.get("event") in _ENDS)
+    earlier: dict[str, Any] = next(counted, {})
+    return RecoveryWatch(tracker, interruption, began_at_step, times, earlier, world_size)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from raydz import log
 from raydz.checkpoint import SaveHandle, checkpoint_uri, step_folder
 from raydz.dist.monitor import excused
-from raydz.errors import CheckpointError
+from raydz.errors import CheckpointError, Superseded
+from raydz.train.snapshots import run_state
 
 if TYPE_CHECKING:
     from raydz.train.progress import Progress
@@ -55,7 +56,7 @@ class RunSaves:
             self._skip()
         elif self._config.async_save:
             self._handle = self._run.engine.save_async(
-                self._run.store, step_folder(self._run.step), step=self._run.step, state=self._state(),
+                self._run.store, step_folder(self._run.step), step=self._run.step, state=run_state(self._run),
                 timeout_s=self._config.timeout_s, after_commit=self._run_hooks,
             )  # fmt: skip
         else:
@@ -119,23 +120,11 @@ class RunSaves:
 
     # -- one save ------------------------------------------------------------------------------------------------------
 
-    def _state(self) -> dict[str, Any]:
-        run = self._run
-        return {
-            "train": {"tokens_seen": run.tokens_seen, "spikes": run.spikes.state() if run.spikes else None},
-            "data": run.feed.order.state(run.step),
-            "rng": {"seed": run.config.run.seed, "rule": "every step seeds from (seed, step, rank)"},
-            "config": run.config.model_dump(mode="json"),
-            "resumed_from": run.start.source,
-            "mlflow_run_id": run.tracker.mlflow_run_id if run.tracker else None,
-            "metrics": run.metrics,
-        }
-
     def _save_at_once(self) -> None:
         run, folder, started = self._run, step_folder(self._run.step), time.perf_counter()
         try:
             with excused():
-                num_bytes = run.engine.save_to(run.store, folder, step=run.step, state=self._state())
+                num_bytes = run.engine.save_to(run.store, folder, step=run.step, state=run_state(self._run))
         except CheckpointError as error:
             self._failed(run.step, error)
             return
@@ -162,7 +151,9 @@ class RunSaves:
         if run.tracker:
             run.tracker.set_tags({"raydz.checkpoint": uri})
 
-    def _failed(self, step: int, error: CheckpointError) -> None:
+    def _failed(self, step: int, error: CheckpointError | Superseded) -> None:
+        if isinstance(error, Superseded):
+            raise error
         self.failures += 1
         self.failed_in_row += 1
         _logger.error("checkpoint %d not saved (%d in a row):\n%s", step, self.failed_in_row, error)

@@ -11,13 +11,14 @@ import os
 import socket
 import time
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from raydz import log
-from raydz.checkpoint import AfterCommit, KeyMap, LoadRequest
+from raydz.checkpoint import AfterCommit, Fence, KeyMap, LoadRequest, committed_steps
 from raydz.config import Config, SourceConfig, check_trainable
 from raydz.data import BatchOrder, PackedRows, PreparedData, SourceSpec, Tokenizer, TokenizerSpec, prepare
 from raydz.dist import CommClock, Communicator, World
@@ -38,6 +39,7 @@ from raydz.train.memory import MemoryCheck, check_memory, naming_out_of_memory
 from raydz.train.recovery import RecoveryWatch, watch_recovery
 from raydz.train.resume import Start, choose_start, load_manifest
 from raydz.train.saving import RunSaves
+from raydz.train.snapshots import RunSnapshots, newest_everywhere
 from raydz.train.spikes import SpikeWatch
 from raydz.train.stopping import StopRequest
 
@@ -54,6 +56,8 @@ class Run:
         tracker: on rank 0 only.
         after_commit: called on rank 0, in a save's thread, with the folder of each committed checkpoint.
         saves: while it trains.
+        snapshots: while it trains, where the configuration asks for some.
+        is_from_memory: it goes on from a snapshot, whose step the store may not have.
         exports: while it trains, on rank 0, where the configuration asks for some.
         mlflow_run_id: what the loaded checkpoint says; once tracking has started, the tracker knows it.
         weaknesses: of the store, for which other stores of the run must make up, too.
@@ -77,6 +81,8 @@ class Run:
     tokens_seen: int = 0
     after_commit: list[AfterCommit] = field(default_factory=list)
     saves: RunSaves | None = None
+    snapshots: RunSnapshots | None = None
+    is_from_memory: bool = False
     exports: RunExports | None = None
     newest_folder: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
@@ -143,6 +149,7 @@ def open_run(
         dtype = engine.sharded.precision.compute_dtype
         _logger.info("attention kernel: %s", module.describe_attention(dtype, world.device))
     rows = PackedRows(prepared.train_dir, config.data.sequence_length)
+    start, engine.fence = _agree_on_start(config, store, comm)
     run = Run(
         config=config,
         engine=engine,
@@ -160,16 +167,16 @@ def open_run(
         prepared=prepared,
         tokenizer=prepared.tokenizer(),
         store=store,
-        start=_agree_on_start(config, store, comm),
+        start=start,
         run_dir=Path(config.run.root) / str(config.run.name),
         spikes=SpikeWatch(config.train.loss_spike) if config.train.loss_spike else None,
         attempt=attempt,
         weaknesses=weaknesses,
     )
-    if not run.start.is_beginning:
-        _load(run)
-    elif config.model.init_from is not None:
-        load_initial(engine, config.model.init_from, storage_options(config))
+    run.is_from_memory = _load_from_memory(run)
+    if not run.is_from_memory:
+        _load_from_store(run)
+    on_rank_zero(comm, partial(_say_where_it_goes_on, run))
     run.began_at = time.time()
     attempt.began(run.step)
     return run
@@ -205,8 +212,36 @@ def _spec(config: Config, source: SourceConfig) -> SourceSpec:
     )  # fmt: skip
 
 
-def _agree_on_start(config: Config, store: Store, comm: Communicator) -> Start:
-    return Start(**on_rank_zero(comm, lambda: asdict(choose_start(config, store, storage_options(config)))))
+def _agree_on_start(config: Config, store: Store, comm: Communicator) -> tuple[Start, Fence | None]:
+    """Where to start, and on rank 0 the fence that keeps older starts of this run from committing after that.
+
+    Nothing is claimed by a configuration that is refused, nor where the run is complete.
+    """
+    fence: Fence | None = None
+
+    def choose() -> dict[str, Any]:
+        nonlocal fence
+        before, options = committed_steps(store), storage_options(config)
+        start = choose_start(config, store, options)
+        if start.step < config.train.steps:
+            fence = Fence.claim(store)
+            if committed_steps(store) != before:
+                start = choose_start(config, store, options)
+        return asdict(start)
+
+    return Start(**on_rank_zero(comm, choose)), fence
+
+
+def _say_where_it_goes_on(run: Run) -> None:
+    if run.engine.fence is not None:
+        run.engine.fence.began(run.step)
+
+
+def _load_from_store(run: Run) -> None:
+    if not run.start.is_beginning:
+        _load(run)
+    elif run.config.model.init_from is not None:
+        load_initial(run.engine, run.config.model.init_from, storage_options(run.config))
 
 
 def _load(run: Run) -> None:
@@ -217,14 +252,38 @@ def _load(run: Run) -> None:
     on_every_rank(comm, lambda: _check_state(run, state))
     request = LoadRequest(key_map=KeyMap.of(run.start.key_map)) if run.start.key_map else None
     run.engine.load_from(store, run.start.folder, manifest, request)
-    run.step, run.tokens_seen = manifest.step, state["train"]["tokens_seen"]
-    if run.spikes is not None and state["train"].get("spikes"):
-        run.spikes.load_state(state["train"]["spikes"])
+    run.step = manifest.step
+    _take_state(run, state)
     if run.start.store_uri == run.store.uri:
         run.newest_folder = run.start.folder
         run.metrics = dict(state["metrics"])
         run.mlflow_run_id = state["mlflow_run_id"]
     _logger.info("resumed from %s/%s at step %d", run.start.store_uri, run.start.folder, run.step)
+
+
+def _load_from_memory(run: Run) -> bool:
+    """Load the newest snapshot that all ranks have in memory; False where there is none. Collective: every rank."""
+    snapshots = run.attempt.memory
+    if snapshots is None:
+        return False
+    moment = None if run.attempt.before_step is not None else newest_everywhere(run, snapshots)
+    snapshots.forget_all_but(moment)
+    if moment is None:
+        return False
+    state = run.engine.restore(snapshots, moment)
+    run.step = moment[0]
+    _take_state(run, state)
+    run.metrics, run.mlflow_run_id = dict(state["metrics"]), state["mlflow_run_id"]
+    if run.start.folder and run.start.store_uri == run.store.uri:
+        run.newest_folder = run.start.folder
+    _logger.info("resumed from the snapshot of step %d in memory", run.step)
+    return True
+
+
+def _take_state(run: Run, state: dict[str, Any]) -> None:
+    run.tokens_seen = state["train"]["tokens_seen"]
+    if run.spikes is not None and state["train"].get("spikes"):
+        run.spikes.load_state(state["train"]["spikes"])
 
 
 def _check_state(run: Run, state: dict[str, Any]) -> None:
@@ -269,7 +328,9 @@ def start_tracking(run: Run) -> None:
         run.tracker.log_text("plan.txt", run.memory.as_text())
         if run.attempt.interruption is not None:
             times = (run.attempt.entered_at, run.began_at)
-            run.recovery = watch_recovery(run.tracker, run.run_dir, run.attempt.interruption, run.step, times)
+            run.recovery = watch_recovery(
+                run.tracker, run.run_dir, run.attempt.interruption, run.step, times, run.engine.world.world_size
+            )
         run.tracker.log_event("ranks", {"step": run.step, "processes": [place.decode() for place in where]})
 
 

@@ -11,6 +11,14 @@ from collections.abc import Callable, Iterable
 Asked = Callable[[], str | None]
 """Why this rank was asked to stop, or None; called once a step, so it must not wait."""
 
+PLANNED = ("resize", "node drained")
+"""First words of reasons that end this group of workers and not the run: another group goes on at once."""
+
+
+def goes_on(reason: str | None) -> bool:
+    """Whether a stop for this reason (`<word>: <more>`) is one of `PLANNED`."""
+    return reason is not None and reason.partition(":")[0] in PLANNED
+
 
 class StopRequest:
     """Asked for on any rank, agreed on by all.

@@ -126,3 +126,14 @@ def test_the_job_survives_its_head_and_has_time_to_save():
     variables = yaml.safe_load(spec["runtimeEnvYAML"])["env_vars"]
     head = cluster_spec("kuberay-job.yaml")["headGroupSpec"]["template"]["spec"]
     assert float(variables["RAY_JOB_STOP_WAIT_TIME_S"]) < head["terminationGracePeriodSeconds"]
+
+
+def test_what_the_operator_refuses_of_a_job_is_not_there():
+    """Rules beyond single fields, from KubeRay's reference."""
+    spec = documents("kuberay-job.yaml")["RayJob"]["spec"]
+    assert spec["submissionMode"] == "SidecarMode", "for which the next two lines hold"
+    assert not {"clusterSelector", "submitterPodTemplate", "submitterConfig"} & set(spec)
+    assert cluster_spec("kuberay-job.yaml")["headGroupSpec"]["template"]["spec"]["restartPolicy"] == "Never"
+    assert spec["ttlSecondsAfterFinished"] > 0 and spec["shutdownAfterJobFinishes"], "the first needs the second"
+    assert "deletionStrategy" not in spec, "which excludes the two above"
+    assert not spec["rayClusterSpec"]["authOptions"].get("enableK8sTokenAuth"), "of clusters alone"

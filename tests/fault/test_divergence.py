@@ -87,6 +87,7 @@ def test_different_histories_are_found_with_the_norm_before_anything_is_committe
 def test_the_first_difference_is_found_among_what_all_remember() -> None:
     same = [(n, f"gather {n}") for n in range(1, 9)]
     assert first_difference([same, same[:5]]) is None, "a rank that is behind has done nothing else"
+    assert first_difference([same, []]) is None, "one that has launched nothing yet is only slow"
     other = [*same[:6], (7, "gather x"), (8, "gather y")]
     assert first_difference([same, other, same[:7]]) == (7, ["gather 7", "gather x", "gather 7"])
     assert first_difference([same[4:], other[2:]]) == (7, ["gather 7", "gather x"])

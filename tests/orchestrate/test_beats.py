@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from raydz.config.schema import FailureConfig
-from raydz.orchestrate import beats as beats_module
 from raydz.orchestrate import board as board_module
-from raydz.orchestrate.beats import Beats, Place, is_poster, post_every_s
+from raydz.orchestrate.beats import Beats, is_poster, post_every_s
 from raydz.orchestrate.board import Beat, Board, Standing
 from raydz.orchestrate.node_mail import NodeMail
+from raydz.orchestrate.place import Place
 from raydz.orchestrate.watchdog import find_stuck, hang_limit_s, is_overdue
 
 CONFIG = FailureConfig(hang_factor=3.0, hang_floor_s=15.0)
@@ -38,15 +38,14 @@ class CountingBoard:
 
 
 @pytest.fixture
-def node(monkeypatch):
+def node():
     """Beats of one node's ranks, without their threads."""
-    context = SimpleNamespace(get_node_id=lambda: "n" * 56)
-    monkeypatch.setattr(beats_module.ray, "get_runtime_context", lambda: context)
     made: list[Beats] = []
 
     def make(board: CountingBoard, count: int, world_size: int) -> list[Beats]:
         token = uuid.uuid4().hex
-        made.extend(Beats(board, Place(rank, world_size, rank, count), token) for rank in range(count))
+        post = board.post_beats.remote
+        made.extend(Beats(post, Place(rank, world_size, rank, count), token, "n" * 56) for rank in range(count))
         return made[-count:]
 
     yield make

@@ -40,7 +40,7 @@ def died(message: str) -> Exception:
         (of_workers(died("the actor's node was terminated expectedly: preempted, spot")), Kind.NODE_DRAINED),
         (of_workers(ray.exceptions.OutOfMemoryError(MEMORY)), Kind.OUT_OF_MEMORY),
         (of_workers(WorkerHealthCheckTimeoutError("no answer for 30 s")), Kind.HANG),
-        (ControllerError(WorkerGroupStartupTimeoutError(4)), Kind.NO_START),
+        (ControllerError(WorkerGroupStartupTimeoutError(4)), Kind.NO_ROOM),
         (RuntimeError("something of Ray's"), Kind.EXCEPTION),
     ],
 )

@@ -60,7 +60,7 @@ def test_an_error_that_a_restart_cannot_mend_is_not_retried(ray_cluster, tmp_pat
 
 @pytest.mark.slow
 def test_a_bug_is_retried_and_then_the_run_is_given_up(ray_cluster, tmp_path: Path) -> None:
-    config = small_config(tmp_path, "bug", failure={"max_failures": 1})
+    config = small_config(tmp_path, "bug", failure={"max_failures": 1, "in_place": False})
     code, result = fit({"config": config, "loss": "broken_loss"}, tmp_path / "driver", ray_cluster.env)
     assert code == 1 and result["error"] == "TrainingError" and "given up" in result["text"]
     log = (tmp_path / "driver" / "driver.log").read_text()

@@ -8,7 +8,7 @@ from pathlib import Path
 from raydz.errors import TrainingError
 from raydz.orchestrate.board import Standing
 from raydz.orchestrate.failures import Failure, Kind
-from raydz.orchestrate.interruption import describe_failure, interrupted, tell
+from raydz.orchestrate.interruption import describe_failure, interrupted, planned, tell
 from raydz.orchestrate.policy import GiveUp, Restart
 
 KILLED = Failure(Kind.KILLED, at=3.0, step=14, began_at_step=10, cause="SIGKILL")
@@ -50,6 +50,21 @@ def test_a_run_that_never_made_a_step_counts_from_its_last_sign_of_progress() ->
     assert (loaded.last_step, loaded.detect_s) == (10, 10.0)
     nothing = interrupted(None, event_at(0.0), Standing(created_at=900.0), board_now=960.0)
     assert nothing.detect_s == 60.0
+
+
+def test_the_workers_of_the_group_that_trained_are_those_before_a_resize() -> None:
+    first = interrupted(None, event_at(1002.5), TRAINED, 1002.5, workers=4)
+    assert (first.workers, first.why) == (4, "killed: SIGKILL")
+    loaded = Standing(created_at=1005.0, began=10, began_at=1010.0)
+    second = interrupted(first, {**event_at(1020.0), "kind": "no room"}, loaded, 1020.0, workers=3)
+    assert (second.workers, second.why) == (4, "no room: SIGKILL"), "three never made a step"
+    assert interrupted(None, event_at(0.0), loaded, 1020.0, workers=3).workers == 0
+
+
+def test_a_planned_stop_is_no_failure_and_begins_at_the_last_step() -> None:
+    stop = planned("resize: room for 8 workers", TRAINED, board_now=1003.0, workers=4)
+    assert (stop.failures, stop.last_step, stop.detect_s, stop.workers) == ((), 14, 3.0, 4)
+    assert stop.why == "resize: room for 8 workers"
 
 
 def test_the_driver_writes_the_event_where_the_run_is(tmp_path: Path) -> None:

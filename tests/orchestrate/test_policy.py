@@ -107,3 +107,9 @@ def test_an_error_that_may_be_retried_ends_with_itself_when_the_budget_does() ->
     error.retryable = True
     decision = decide([failure(Kind.ERROR, error=error)], FailureConfig(max_failures=0))
     assert isinstance(decision, GiveUp) and decision.error is error
+
+
+def test_a_group_for_which_there_was_no_room_costs_nothing_and_waits_longer_each_time() -> None:
+    failures = [failure(Kind.NO_ROOM, at=float(n), step=None) for n in range(9)]
+    decisions = [decide(failures[: n + 1], FailureConfig(max_failures=0)) for n in range(9)]
+    assert [decision.pause_s for decision in decisions] == [0, 2, 4, 8, 16, 32, 60, 60, 60]

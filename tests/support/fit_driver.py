@@ -44,6 +44,19 @@ def poisoned_loss(model, batch):
     return slow_loss(model, batch)
 
 
+def stumbling_loss(model, batch):
+    """A plain exception on rank 1 in the first run of step 7 alone; its mark is a file."""
+    import numpy as np
+    import torch
+
+    rank, mark = int(os.environ["RANK"]), Path(os.environ["RAYDZ_TEST_MARKS"]) / "stumbled"
+    seed_of_step_7 = int(np.random.SeedSequence((model.config.seed, 7, rank)).generate_state(3)[0])
+    if rank == 1 and torch.initial_seed() == seed_of_step_7 and not mark.exists():
+        mark.touch()
+        raise ZeroDivisionError("a bug that shows once")
+    return slow_loss(model, batch)
+
+
 def hopeless_loss(model, batch):
     """A typed error on rank 1 that no restart mends."""
     from raydz.models import causal_lm_loss

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,11 +65,13 @@ def end_orphans() -> None:
             stop_cluster(RayCluster({}, "", "", str(folder)))
 
 
-def start_cluster(num_cpus: int = 4, **variables: str) -> RayCluster:
-    """Start a head, with these variables of its environment, and wait until it answers."""
+def start_cluster(
+    num_cpus: int = 4, *, port: int | None = None, flags: Sequence[str] = (), **variables: str
+) -> RayCluster:
+    """Start a head, with these flags of `ray start` and variables of its environment, and wait until it answers."""
     end_orphans()
     session_dir = tempfile.mkdtemp(prefix=f"rdz-{os.getpid()}-", dir="/tmp")
-    port, dashboard = _port(), _port()
+    port, dashboard = port or port_for_ray(), port_for_ray()
     env = {
         **os.environ,
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -83,9 +85,9 @@ def start_cluster(num_cpus: int = 4, **variables: str) -> RayCluster:
     env.pop("RAY_ADDRESS", None)
     command = [
         str(BIN / "ray"), "start", "--head", "--node-ip-address=127.0.0.1", f"--port={port}",
-        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={_port()}",
-        f"--dashboard-agent-listen-port={_port()}", f"--num-cpus={num_cpus}", "--object-store-memory=200000000",
-        f"--temp-dir={session_dir}",
+        "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}", f"--ray-client-server-port={port_for_ray()}",
+        f"--dashboard-agent-listen-port={port_for_ray()}", f"--num-cpus={num_cpus}", "--object-store-memory=200000000",
+        f"--temp-dir={session_dir}", *flags,
     ]  # fmt: skip
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -93,7 +95,7 @@ def start_cluster(num_cpus: int = 4, **variables: str) -> RayCluster:
     return RayCluster({**env, "RAY_ADDRESS": address}, address, f"http://127.0.0.1:{dashboard}", session_dir)
 
 
-def _port() -> int:
+def port_for_ray() -> int:
     """A free port outside the range that Ray hands to its workers."""
     while 10000 < (port := free_port()) < 20000:
         pass

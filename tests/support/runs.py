@@ -60,7 +60,7 @@ def run_torchrun(config: dict[str, Any], folder: Path, ranks: int) -> subprocess
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
 
 

@@ -29,13 +29,17 @@ START_LIMIT_S = 60.0
 
 
 class SeaweedServer:
-    """A running server; a bucket must be made before it is used, as on AWS."""
+    """A running server; a bucket must be made before it is used, as on AWS.
 
-    def __init__(self, *, https: bool = False) -> None:
+    Args:
+        host: address that it listens on.
+    """
+
+    def __init__(self, *, https: bool = False, host: str = "127.0.0.1") -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="raydz-seaweed-"))
-        self._https = https
+        self._https, self._host = https, host
         self._ports = free_ports(10)
-        self.endpoint_url = f"https://127.0.0.1:{self._ports[9]}" if https else f"http://127.0.0.1:{self._ports[8]}"
+        self.endpoint_url = f"https://{host}:{self._ports[9]}" if https else f"http://{host}:{self._ports[8]}"
         self.env = {
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
@@ -109,8 +113,8 @@ class SeaweedServer:
         ports = self._ports
         chosen = {
             "dir": self._folder,
-            "ip": "127.0.0.1",
-            "ip.bind": "127.0.0.1",
+            "ip": self._host,
+            "ip.bind": self._host,
             "master.telemetry": "false",
             "master.volumeSizeLimitMB": 1024,
             "volume.max": 1000,  # each bucket takes a volume of its own; when they run out, puts answer 500

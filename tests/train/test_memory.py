@@ -85,6 +85,21 @@ def test_an_estimate_that_exceeds_what_is_free_warns_and_goes_on(tmp_path, monke
     assert "activations" in caplog.text and "are estimates" in caplog.text
 
 
+def test_a_run_that_could_not_shrink_as_far_as_it_may_is_warned_about(tmp_path, monkeypatch, caplog) -> None:
+    eight = World(0, 8, 0, 8, torch.device("cpu"))
+    sharded = {"zero_optimization": {"stage": 3}, "scaling": {"num_workers": [1, 8]}, "model": {"hidden_size": 256}}
+    config = load(run_config(tmp_path, train_batch_size=8, **sharded))
+    module = build_model(config, 300, None)
+    alone = check_memory(config, module, ALONE, 300).plan.memory.certain
+    free(monkeypatch, 8 * alone)
+    check_memory(config, module, eight, 300)
+    assert "cannot shrink" not in caplog.text
+    free(monkeypatch, 8 * alone - 8)
+    with caplog.at_level("WARNING", logger="raydz"):
+        check_memory(config, module, eight, 300)
+    assert "fewest workers of scaling.num_workers, 1," in caplog.text and "cannot shrink so far" in caplog.text
+
+
 @pytest.mark.parametrize(("is_async", "is_warned"), [(True, True), (False, False)])
 def test_a_host_without_room_for_a_snapshot_is_warned_about(tmp_path, monkeypatch, caplog, is_async, is_warned) -> None:
     config = load(run_config(tmp_path, checkpoint={"async_save": is_async}))

@@ -81,6 +81,40 @@ def test_a_later_recovery_counts_the_earlier_ones_of_the_run(tmp_path: Path) -> 
     assert counts == [(1, 2), (2, 4)]
 
 
+@pytest.mark.parametrize("failures", [(FAILURE,), ()], ids=["after a failure", "planned"])
+def test_another_number_of_workers_is_an_event_with_its_cost(tmp_path: Path, failures) -> None:
+    tracker = start(tmp_path, 1, 10)
+    interruption = Interruption(failures, last_step=10, detect_s=2.5, seen_at=1002.5, workers=4, why="resize: room")
+    metrics = watch_recovery(tracker, tmp_path, interruption, 10, (1008.0, 1009.5), world_size=8).step_ended(11)
+    tracker.finish("FINISHED")
+    [resized] = events(tmp_path, "resized")
+    assert (resized["from"], resized["to"], resized["why"]) == (4, 8, "resize: room")
+    assert (resized["step"], resized["from_step"], resized["restarts"]) == (11, 10, len(failures))
+    assert resized["recovery_s"]["start"] == metrics["recovery_s/start"] == 5.5
+    assert metrics["restarts"] == len(failures), "a planned stop is not a failure"
+    assert len(events(tmp_path, "recovered")) == len(failures)
+
+
+def test_the_same_number_of_workers_after_a_planned_stop_has_moved(tmp_path: Path) -> None:
+    tracker = start(tmp_path, 1, 10)
+    stop = Interruption((), last_step=10, detect_s=2.5, seen_at=1002.5, workers=4, why="node drained: n1")
+    watch_recovery(tracker, tmp_path, stop, 10, (1008.0, 1009.5), world_size=4).step_ended(11)
+    tracker.finish("FINISHED")
+    [moved] = events(tmp_path, "moved")
+    assert (moved["why"], moved["lost_steps"]) == ("node drained: n1", 0)
+    assert events(tmp_path, "resized") == events(tmp_path, "recovered") == []
+
+
+def test_counts_go_on_after_a_resize(tmp_path: Path) -> None:
+    for attempt, (failures, last_step) in enumerate([((FAILURE,), 12), ((), 14), ((FAILURE,), 13)]):
+        tracker = start(tmp_path, attempt + 1, 10)
+        stop = Interruption(failures, last_step, 1.0, 1002.5, workers=4, why="x")
+        watch_recovery(tracker, tmp_path, stop, 10, (1008.0, 1009.5), world_size=8).step_ended(11)
+        tracker.finish("KILLED")
+    counts = [(event["restarts"], event["lost_steps"]) for event in events(tmp_path, "resized")]
+    assert counts == [(1, 2), (1, 6), (2, 9)], "a planned stop whose save failed loses steps, too"
+
+
 @pytest.mark.slow
 def test_mlflow_has_the_failure_of_the_attempt_as_a_tag(tmp_path: Path) -> None:
     from mlflow import MlflowClient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.runs import read_lines
 from tests.train.runs import column, manifests, run, run_config, run_on_rank
 
 STEPS = 6
@@ -12,12 +13,12 @@ STEPS = 6
 class AskedAfter:
     """Says so from its `calls`-th call on, on one rank."""
 
-    def __init__(self, calls: int, only_rank: int = 0) -> None:
-        self.calls, self.only_rank, self.asked = calls, only_rank, 0
+    def __init__(self, calls: int, only_rank: int = 0, reason: str = "SIGTERM") -> None:
+        self.calls, self.only_rank, self.reason, self.asked = calls, only_rank, reason, 0
 
     def __call__(self) -> str | None:
         self.asked += 1
-        return "SIGTERM" if self.asked >= self.calls else None
+        return self.reason if self.asked >= self.calls else None
 
 
 def run_asked_on_rank(rank: int, world_size: int, config: dict, asked: AskedAfter):
@@ -60,6 +61,46 @@ def test_mlflow_says_killed_and_why_and_then_finished(tmp_path):
     assert stopped.info.status == "KILLED" and "stopped after step 2: SIGTERM" in stopped.data.tags["raydz.error"]
     assert run(config).mlflow_run_id == run_id
     assert MlflowClient(uri).get_run(run_id).info.status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_a_planned_stop_leaves_the_mlflow_run_running_for_the_attempt_after_it(tmp_path):
+    from mlflow import MlflowClient
+
+    from raydz.train.attempt import Attempt
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    config = run_config(tmp_path, tracking={"mlflow": True, "mlflow_uri": uri})
+    asked = AskedAfter(2, reason="resize: room for 8 workers, 4 train")
+    result = run(config, attempt=Attempt(asked_to_stop=asked))
+    assert (result.status, result.step) == ("stopped", 2) and manifests(tmp_path)[-1] == "step-0000000002"
+    paused = MlflowClient(uri).get_run(result.mlflow_run_id)
+    assert paused.info.status == "RUNNING" and paused.data.tags["raydz.attempt.0.status"] == "PAUSED"
+    assert "raydz.error" not in paused.data.tags
+    assert len(MlflowClient(uri).get_metric_history(result.mlflow_run_id, "loss")) == 2, "all steps are there"
+
+    assert run(config).mlflow_run_id == result.mlflow_run_id
+    finished = MlflowClient(uri).get_run(result.mlflow_run_id)
+    assert finished.info.status == "FINISHED" and finished.data.tags["raydz.attempt.0.status"] == "PAUSED"
+
+
+@pytest.mark.parametrize(
+    ("reason", "planned"),
+    [("resize: room for 2", True), ("node drained: spot", True), ("SIGTERM", False), ("resized", False), (None, False)],
+)
+def test_some_reasons_end_the_group_and_not_the_run(reason, planned):
+    from raydz.train.stopping import goes_on
+
+    assert goes_on(reason) is planned
+
+
+def test_a_planned_stop_is_an_event_and_no_end_of_the_run(tmp_path):
+    from raydz.train.attempt import Attempt
+
+    asked = AskedAfter(2, reason="resize: room")
+    run(run_config(tmp_path), attempt=Attempt(asked_to_stop=asked))
+    kinds = {event["event"]: event for event in read_lines(tmp_path / "runs" / "a" / "events.jsonl")}
+    assert kinds["pause"]["reason"] == "resize: room" and "finish" not in kinds
 
 
 def test_asked_in_the_last_step_the_run_is_finished(tmp_path):
