@@ -26,7 +26,7 @@ ifneq ($(RAYDZ_NO_NATIVE),)
 export RAYDZ_NO_NATIVE
 endif
 
-.PHONY: help setup demo test test-all checks sanitize bench cluster cluster-stop clean
+.PHONY: help setup demo test test-all checks sanitize arm bench cluster cluster-stop clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ checks: $(STAMP) ## lint, format, types, layers and the fastest tests: under thr
 
 sanitize: $(STAMP) ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (needs gcc)
 	bash tests/native/sanitize.sh $(BIN)/python
+
+arm: ## the kernels for 64-bit ARM against x86's, bit for bit (needs g++-aarch64-linux-gnu and qemu-user)
+	bash tests/native/arm.sh
 
 bench: $(STAMP) ## measure raydz and its peers (BENCH_FLAGS=--quick)
 	for file in tests/bench/*.py; do echo "== $$file"; $(BIN)/python $$file $(BENCH_FLAGS); done

@@ -6,12 +6,14 @@
 Every row updates the same number of parameters in its own process: AdamW with fp32 master and moments, bf16 gradient
 in, bf16 weight out, except where its name says otherwise. `gbytes_per_s` counts the bytes that a row must move, each
 read and each write (the table `ROWS` has them). `triad` is an in-place `a += s * b`, which like the update writes only
-what it has read, scaled to 28 bytes a parameter. DeepSpeed's row compiles its kernel on the first call.
+what it has read, `copy` is `a = b`; both are torch's, scaled to 28 bytes a parameter. DeepSpeed compiles its kernel
+on the first call.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -27,8 +29,9 @@ import torch
 
 from raydz.ops import adamw_step, native, split_master
 from raydz.ops.adamw import Buffers, adamw_reference, step_scalars
+from raydz.ops.batch import Batch
 from raydz.ops.elementwise import lion_update, sgd_update
-from raydz.ops.operands import Operands
+from raydz.ops.operands import Into, Operands
 from raydz.ops.stochastic import Noise
 
 SETTINGS = {"lr": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 10}
@@ -67,6 +70,38 @@ def raydz_bf16_moments(numel: int, threads: int) -> Step:
     hi, low = split_master(p)
     m, v = m.bfloat16(), v.bfloat16()
     return lambda: adamw_step(hi, g, m, v, low=low, noise=Noise(1), threads=threads, **SETTINGS)
+
+
+def raydz_apart(numel: int, threads: int) -> Step:
+    """Into second buffers and back in turn, as speculative updates do."""
+    native.require()
+    p, g, m, v, out = state(numel)
+    sides = [Into(p, None, (m, v)), Into(torch.zeros(numel), None, (torch.zeros(numel), torch.zeros(numel)))]
+
+    def step() -> None:
+        source, into = sides
+        adamw_step(source.master, g, *source.states, out=out, threads=threads, into=into, **SETTINGS)
+        sides.reverse()
+
+    return step
+
+
+def raydz_slices(numel: int, threads: int) -> Step:
+    """The first row cut into slices of 3072 to 786432 elements with settings of their own, noted and run together."""
+    native.require()
+    parts, out = state(numel)[:4], torch.zeros(numel, dtype=torch.bfloat16)
+    cuts, sizes = [0], itertools.cycle([3072, 786_432, 3072, 49_152, 200_001])
+    while cuts[-1] < numel:
+        cuts.append(min(numel, cuts[-1] + next(sizes)))
+    slices = [slice(*pair) for pair in itertools.pairwise(cuts)]
+
+    def step() -> None:
+        batch = Batch()
+        for part in slices:
+            adamw_step(*(tensor[part] for tensor in parts), out=out[part], batch=batch, **SETTINGS)
+        batch.run(threads)
+
+    return step
 
 
 def raydz_lion(numel: int, threads: int) -> Step:
@@ -125,12 +160,19 @@ def floor_triad(numel: int, threads: int) -> Step:
     return lambda: a.add_(b, alpha=1e-6)
 
 
+def floor_copy(numel: int, threads: int) -> Step:
+    a, b = torch.zeros(numel), torch.randn(numel)
+    return lambda: a.copy_(b)
+
+
 # name: (system, bytes a parameter, what makes the step)
 ROWS: dict[str, tuple[str, int, Callable[[int, int], Step]]] = {
     "fp32_master": ("raydz", 28, raydz_fp32_master),
     "split_master": ("raydz", 26, raydz_split_master),
     "fp32_gradient": ("raydz", 28, raydz_fp32_gradient),
     "bf16_moments": ("raydz", 18, raydz_bf16_moments),
+    "apart": ("raydz", 28, raydz_apart),
+    "slices": ("raydz", 28, raydz_slices),
     "lion": ("raydz", 18, raydz_lion),
     "sgd": ("raydz", 18, raydz_sgd),
     "reference": ("raydz", 28, raydz_reference),
@@ -138,16 +180,22 @@ ROWS: dict[str, tuple[str, int, Callable[[int, int], Step]]] = {
     "cast+fused+cast": ("torch", 40, torch_cast_fused_cast),
     "cpu_adam_fp32": ("deepspeed", 28, deepspeed_cpu_adam),
     "triad": ("floor", 28, floor_triad),
+    "copy": ("floor", 28, floor_copy),
 }
-HAS_ISAS = ("fp32_master", "split_master", "fp32_gradient", "bf16_moments", "lion", "sgd")
+HAS_ISAS = ("fp32_master", "split_master", "fp32_gradient", "bf16_moments", "apart", "slices", "lion", "sgd")
+MOVED = {"triad": 12, "copy": 8}  # bytes an element of the plain loops
 
 
-def measure(variant: str, isa: str, numel: int, threads: int, repeats: int) -> dict[str, float]:
+def measure(
+    variant: str, isa: str, numel: int, threads: int, repeats: int, stream_from: int | None
+) -> dict[str, float]:
     """Median, least and most of `repeats` steps after two warm-ups, in nanoseconds a parameter."""
     torch.set_num_threads(threads)
     _, num_bytes, make = ROWS[variant]
     if variant in HAS_ISAS and isa:
         native.require().select_isa(isa)
+    if stream_from is not None:
+        native.require().set_stream_from(stream_from)
     work = make(numel, threads)
     work(), work()
     taken = []
@@ -155,8 +203,8 @@ def measure(variant: str, isa: str, numel: int, threads: int, repeats: int) -> d
         start = time.perf_counter()
         work()
         taken.append((time.perf_counter() - start) / numel * 1e9)
-    if variant == "triad":
-        taken = [ns * num_bytes / 12 for ns in taken]
+    if variant in MOVED:
+        taken = [ns * num_bytes / MOVED[variant] for ns in taken]
     median = statistics.median(taken)
     metrics = {"ns_per_param": median, "ns_per_param_min": min(taken), "ns_per_param_max": max(taken)}
     return metrics | {"gbytes_per_s": num_bytes / median, "step_s": median * numel / 1e9}
@@ -167,6 +215,8 @@ def result_of(variant: str, isa: str, threads: int, arguments: argparse.Namespac
     line |= {"threads": threads, "isa": isa}
     command = [sys.executable, __file__, "--measure", variant, "--threads", str(threads), "--isas", isa]
     command += ["--numel", str(arguments.numel), "--repeats", str(arguments.repeats)]
+    if arguments.stream_from is not None:
+        command += ["--stream-from", str(arguments.stream_from)]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
         return {**line, "metrics": json.loads(run.stdout.splitlines()[-1]), "note": f"{arguments.numel} parameters"}
@@ -187,6 +237,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer parameters and repeats")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--numel", type=int)
+    parser.add_argument("--stream-from", type=int, help="elements from which results go past the caches")
     parser.add_argument("--repeats", type=int)
     parser.add_argument("--measure", choices=list(ROWS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -208,7 +259,7 @@ def isas_of(variant: str, wanted: str) -> list[str]:
 def main() -> None:
     arguments = parse()
     if arguments.measure:
-        options = (arguments.isas, arguments.numel, int(arguments.threads), arguments.repeats)
+        options = (arguments.isas, arguments.numel, int(arguments.threads), arguments.repeats, arguments.stream_from)
         print(json.dumps(measure(arguments.measure, *options)))
         return
     wanted = arguments.only.split(",")

@@ -6,7 +6,8 @@
 
 Every contestant runs in processes of its own, one after the other: saves and loads, then loads by another number of
 ranks. State: a decoder's fp32 weights and AdamW's two moments. S3 is SeaweedFS on this machine, which shares its
-cores; DCP reaches it through s3torchconnector. The floor rows move the same bytes a rank: a copy in memory, a write
+cores; DCP reaches it through s3torchconnector, which for its DCP part also needs tenacity and does not bring it along
+(pip install s3torchconnector tenacity). The floor rows move the same bytes a rank: a copy in memory, a write
 with fsync, boto3's own upload and download. `requests` are counted by the S3 server: of a save and a load, in rows of
 asynchronous saves of a save alone. `step+` is what the call and the step after it take beyond an idle step.
 """

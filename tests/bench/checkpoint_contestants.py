@@ -81,7 +81,7 @@ class Raydz(Contestant):
 
 
 class Dcp(Contestant):
-    """FSDP2 and torch.distributed.checkpoint; s3:// through s3torchconnector."""
+    """FSDP2 and torch.distributed.checkpoint; s3:// through s3torchconnector, with tenacity installed beside it."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         from torch.distributed.device_mesh import init_device_mesh

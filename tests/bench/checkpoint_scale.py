@@ -23,7 +23,8 @@ import torch
 from raydz.checkpoint import DataFile, Manifest, SaveRequest, StatePiece
 from raydz.checkpoint.data_file import CHUNK_BYTES, plan_file
 from raydz.checkpoint.load_plan import plan_load
-from raydz.checkpoint.writer import Part, receipt_of
+from raydz.checkpoint.receipts import receipt_of
+from raydz.checkpoint.writer import Part
 from raydz.models import Decoder, DecoderShape
 from raydz.storage import NotFound, ObjectInfo
 from raydz.zero import GroupLayout, find_units

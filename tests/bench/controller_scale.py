@@ -30,17 +30,19 @@ if __package__ in (None, ""):
 
 import torch
 
-from raydz.checkpoint import DataFile, SaveRequest
+from raydz.checkpoint import DataFile
 from raydz.checkpoint.data_file import CHUNK_BYTES, plan_file
-from raydz.checkpoint.writer import build_manifest, decode_receipts, receipt_of
+from raydz.checkpoint.receipts import build_manifest, decode_receipts, receipt_of
 from raydz.config.schema import FailureConfig
-from raydz.orchestrate.beats import Place, post_every_s
+from raydz.orchestrate.beats import post_every_s
+from raydz.orchestrate.board import _LONGEST_WAIT_S as LONGEST_WAIT_S
 from raydz.orchestrate.board import Beat, Board, new_board
 from raydz.orchestrate.failures import Failure, Kind
+from raydz.orchestrate.place import Place
 from raydz.orchestrate.policy import decide
 from raydz.orchestrate.watchdog import is_overdue
 from raydz.tracking import METRICS, reduce_over_ranks
-from tests.bench.checkpoint_scale import SHAPES, CountingStore, flat_groups, layouts_of, pieces_of
+from tests.bench.checkpoint_scale import SHAPES, flat_groups, layouts_of, pieces_of
 
 WORLD_SIZES = (8, 64, 1024)
 RANKS_A_NODE = 8
@@ -105,15 +107,18 @@ def actor_cpu_s(world_size: int, seconds: int) -> float:
     class Workers:
         """Stands for all workers; its own CPU time is theirs."""
 
-        def post(self, board: Any, batches: list[Batch], every_s: float, steps: int) -> None:
-            calls = [board.post_beats.remote(batch, every_s) for batch in batches]
-            calls += [board.post_step.remote(step) for step in range(steps)]
+        def post(self, board: Any, batches: list[Batch], every_s: float, steps: int, waits: int) -> None:
+            number = ray.get(board.next_view.remote(-1)).order.number
+            calls = [board.relay.remote(number, "post_beats", batch, every_s) for batch in batches]
+            calls += [board.relay.remote(number, "post_step", step) for step in range(steps)]
             calls += [board.stop_reason.remote() for _ in range(2 * steps)]
+            calls += [board.next_view.remote(-1) for _ in range(waits)]
             ray.get(calls)
 
     workers, config = Workers.remote(), FailureConfig()
     batches, every_s = batches_of(world_size, seconds)
-    ray.get(workers.post.remote(board, batches[:2], every_s, 2))
+    waits = round(world_size * seconds / LONGEST_WAIT_S)  # every worker has one call waiting for news
+    ray.get(workers.post.remote(board, batches[:2], every_s, 2, 2))
     process = psutil.Process(ray.get(_pid_of(board)))
 
     def spent() -> float:
@@ -121,7 +126,7 @@ def actor_cpu_s(world_size: int, seconds: int) -> float:
         return times.user + times.system
 
     before, driver_before = spent(), time.process_time()
-    done = workers.post.remote(board, batches, every_s, seconds * STEPS_A_SECOND)
+    done = workers.post.remote(board, batches, every_s, seconds * STEPS_A_SECOND, waits)
     for _ in range(seconds * LOOKS_A_SECOND):
         is_overdue(*ray.get(board.glance.remote()), config)
     ray.get(done)
@@ -158,10 +163,11 @@ def manifest_cpu_s(world_size: int, shape: str) -> float:
         plan = plan_file(list(pieces_of(layouts, rank)))
         sums = tuple(range(-(-plan.total_bytes // CHUNK_BYTES)))
         receipts.append(json.dumps(receipt_of(plan, DataFile(f"{rank}.st", plan.total_bytes, CHUNK_BYTES, sums, 7))))
-    request = SaveRequest(CountingStore(), "step-0000000001", 1, [], {}, {})  # type: ignore[arg-type]
 
     def join() -> None:
-        build_manifest(request, world_size, "0123abcd", decode_receipts(receipts)).to_bytes()
+        manifest = build_manifest(decode_receipts(receipts), step=1, attempt="0123abcd", aliases={}, state={})
+        manifest.check_coverage("here")
+        manifest.to_bytes()
 
     return median_cpu_s(join, repeats=3)
 
