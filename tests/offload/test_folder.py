@@ -98,6 +98,11 @@ def test_space_of_a_killed_owners_file_is_free_at_once(tmp_path, needs_mounts):
         assert before - free() < 1 << 20
 
 
+def _linger(pipe: Connection) -> None:
+    pipe.send("begun")
+    time.sleep(600)
+
+
 def _leave(folder: SwapFolder) -> None:
     folder.close()
 
@@ -109,8 +114,10 @@ def test_a_forked_child_neither_removes_nor_keeps_the_folder(tmp_path):
     child.join()
     assert child.exitcode == 0
     assert folders(tmp_path) == {folder.path}
-    lingering = FORK.Process(target=time.sleep, args=(600,))
+    here, there = FORK.Pipe()
+    lingering = FORK.Process(target=_linger, args=(there,))
     lingering.start()
+    assert here.poll(60)
     os.close(folder._lock)  # as the kernel does when the owner dies
     other = SwapFolder(str(tmp_path))
     assert folders(tmp_path) == {other.path}

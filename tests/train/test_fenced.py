@@ -15,19 +15,19 @@ from raydz.errors import ConfigError, Superseded
 from raydz.storage import open_store
 from raydz.train import run_training
 from raydz.train.attempt import Attempt
-from tests.support.runs import losses, read_lines, small_config
-from tests.train.runs import run
+from tests.support.runs import losses, read_lines
+from tests.train.runs import run, run_config
 
-TRAIN = {"steps": 9, "eval_every": 0}
+STEPS = 9
 
 
 def config_in(root: Path, **sections):
-    base = {"train": TRAIN, "checkpoint": {"every": 2}, "tracking": {"mlflow": False}}
-    return small_config(root, "run", **{**base, **sections})
+    root.mkdir(exist_ok=True)
+    return run_config(root, **{"train": {"steps": STEPS}, **sections})
 
 
 def store_of(root: Path):
-    return open_store(str(root / "run" / "checkpoints"))
+    return open_store(str(root / "runs" / "a" / "checkpoints"))
 
 
 @pytest.mark.parametrize("async_save", [True, False], ids=["behind", "at_once"])
@@ -51,8 +51,8 @@ def test_the_older_of_two_starts_ends_at_its_next_commit(tmp_path: Path, async_s
     assert committed_steps(store) == [2, 4, 6, 8, 9]
     tags = [str(open_checkpoint(store, step_folder(step))[1].generation)[:2] for step in committed_steps(store)]
     assert tags == ["1-", "1-", "2-", "2-", "2-"]
-    assert losses(tmp_path, "run")[9] == straight.metrics["loss"]
-    finishes = [event for event in read_lines(tmp_path / "run" / "events.jsonl") if event["event"] == "finish"]
+    assert losses(tmp_path / "runs", "a")[STEPS] == straight.metrics["loss"]
+    finishes = [event for event in read_lines(tmp_path / "runs" / "a" / "events.jsonl") if event["event"] == "finish"]
     assert [event["status"] for event in finishes] == ["FINISHED"], "of the newer one alone"
 
 
@@ -61,5 +61,5 @@ def test_a_run_that_is_complete_or_refused_claims_nothing(tmp_path: Path) -> Non
     assert read_history(store_of(tmp_path)).newest == 1
     assert run(config_in(tmp_path)).status == "complete"
     with pytest.raises(ConfigError):
-        run(config_in(tmp_path, resume="never", train={**TRAIN, "steps": 20}))
+        run(config_in(tmp_path, resume="never", train={"steps": 20}))
     assert read_history(store_of(tmp_path)).newest == 1, "a mistaken start does not end a run that goes well"
