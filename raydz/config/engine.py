@@ -13,7 +13,9 @@ from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from raydz.config.batch import BatchSize, cut_batch, resolve_batch
 from raydz.config.faults import Fault, Unfit
+from raydz.config.offload import AioConfig, OffloadOptimizerConfig, OffloadParamConfig
 from raydz.config.optimizer import AnyOptimizerConfig, OptimizerConfig
+from raydz.config.scheduler import SchedulerConfig, WarmupCosineLR, WarmupDecayLR
 from raydz.config.section import AboveZero, Count, Fraction, NonNegative, Positive, Section, Whole
 from raydz.errors import ConfigError
 from raydz.units import parse_bytes
@@ -52,100 +54,6 @@ def _bytes_or_fraction(value: Any) -> Any:
 HostMemoryBudget = Annotated[str | float, BeforeValidator(_bytes_or_fraction)]
 
 
-class WarmupLRParams(Section):
-    """From `warmup_min_lr` to `warmup_max_lr` (None: the optimizer's lr), then constant."""
-
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative | None = None
-    warmup_num_steps: Count = 1000
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupDecayLRParams(WarmupLRParams):
-    """As WarmupLR, then linear to 0 at `total_num_steps` (None: `train.steps`)."""
-
-    warmup_max_lr: NonNegative | None = 1e-3
-    total_num_steps: Positive | None = None
-
-
-class WarmupCosineLRParams(Section):
-    """Ratios of the optimizer's lr: warm-up, then a cosine to `cos_min_ratio` at `total_num_steps`."""
-
-    total_num_steps: Positive | None = None
-    """None: `train.steps`."""
-    warmup_min_ratio: NonNegative = 0.0
-    warmup_num_steps: Count = 1000
-    cos_min_ratio: NonNegative = 1e-4
-    warmup_type: Literal["log", "linear"] = "log"
-
-
-class WarmupLR(Section):
-    """`scheduler` of type WarmupLR."""
-
-    type: Literal["WarmupLR"]
-    params: WarmupLRParams = WarmupLRParams()
-
-
-class WarmupDecayLR(Section):
-    """`scheduler` of type WarmupDecayLR."""
-
-    type: Literal["WarmupDecayLR"]
-    params: WarmupDecayLRParams = WarmupDecayLRParams()
-
-
-class WarmupCosineLR(Section):
-    """`scheduler` of type WarmupCosineLR."""
-
-    type: Literal["WarmupCosineLR"]
-    params: WarmupCosineLRParams = WarmupCosineLRParams()
-
-
-class LRRangeTestParams(Section):
-    """From `lr_range_test_min_lr` upwards without end, to find the highest rate that trains."""
-
-    lr_range_test_min_lr: AboveZero = 1e-3
-    lr_range_test_step_size: Positive = 2000
-    lr_range_test_step_rate: NonNegative = 1.0
-    lr_range_test_staircase: bool = False
-
-
-class LRRangeTest(Section):
-    """`scheduler` of type LRRangeTest."""
-
-    type: Literal["LRRangeTest"]
-    params: LRRangeTestParams = LRRangeTestParams()
-
-
-class OneCycleParams(Section):
-    """One rise and fall of lr, momentum the other way round, then decay; None: as in the first half."""
-
-    cycle_min_lr: NonNegative
-    cycle_max_lr: NonNegative
-    decay_lr_rate: NonNegative = 0.0
-    cycle_first_step_size: Positive = 2000
-    cycle_second_step_size: Count | None = None
-    cycle_first_stair_count: Count = 0
-    cycle_second_stair_count: Count | None = None
-    decay_step_size: Count = 0
-    cycle_momentum: bool = True
-    """Cycle AdamW's beta1, with beta2 0.99, as DeepSpeed does."""
-    cycle_min_mom: Fraction = 0.8
-    cycle_max_mom: Fraction = 0.9
-    decay_mom_rate: NonNegative = 0.0
-
-
-class OneCycle(Section):
-    """`scheduler` of type OneCycle."""
-
-    type: Literal["OneCycle"]
-    params: OneCycleParams
-
-
-SchedulerConfig = Annotated[
-    WarmupLR | WarmupDecayLR | WarmupCosineLR | LRRangeTest | OneCycle, Field(discriminator="type")
-]
-
-
 class Bf16Config(Section):
     """`bf16` (alias `bfloat16`): forward and backward in bf16 over fp32 masters."""
 
@@ -174,75 +82,6 @@ class DataTypesConfig(Section):
 
     grad_accum_dtype: AccumulationDtype = "fp32"
     """Of the buffers in which the gradients of several micro-batches add up; sums over ranks are always fp32."""
-
-
-class OffloadOptimizerConfig(Section):
-    """`zero_optimization.offload_optimizer`."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = None
-    buffer_count: Positive = 4
-    """Units in host memory at a time of those on the disk; three at least."""
-    pin_memory: bool = True
-    pipeline_read: bool | None = None
-    """None: yes. False: a unit is read from the disk when it is to be updated, not before."""
-    pipeline_write: bool | None = None
-    """None: yes. False: the update waits until a unit is written to the disk."""
-    fast_init: bool = False
-    ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
-
-    @model_validator(mode="after")
-    def _a_disk_has_a_path(self) -> OffloadOptimizerConfig:
-        if self.device == "nvme" and not self.nvme_path:
-            raise Unfit(Fault("nvme_path", "there is no path to a disk", got="none", wanted="a folder on a local disk"))
-        return self
-
-
-class OffloadParamConfig(Section):
-    """`zero_optimization.offload_param`. Units: sizes count elements."""
-
-    device: Literal["none", "cpu", "nvme"] = "none"
-    nvme_path: str | None = None
-    buffer_count: Positive = 5
-    """Shards in host memory at a time of those on the disk."""
-    buffer_size: Positive = 100_000_000
-    """Most elements of a shard on the disk."""
-    max_in_cpu: Count = 1_000_000_000
-    """So many elements of a rank's shards stay in host memory and off the disk."""
-    pin_memory: bool = True
-
-    @model_validator(mode="after")
-    def _a_disk_has_a_path(self) -> OffloadParamConfig:
-        if self.device == "nvme" and not self.nvme_path:
-            raise Unfit(Fault("nvme_path", "there is no path to a disk", got="none", wanted="a folder on a local disk"))
-        return self
-
-
-class AioConfig(Section):
-    """`aio`: how a tier on a disk reads and writes. Units: bytes."""
-
-    block_size: Positive = 1 << 20
-    queue_depth: Positive = 8
-    """Blocks in flight, for each thread."""
-    thread_count: Positive = 1
-    """Threads that submit and collect, each with a ring of its own."""
-    intra_op_parallelism: Positive | None = None
-    """The same, where both are given the one that counts."""
-    single_submit: bool = False
-    """Hand every block to the kernel by itself."""
-    overlap_events: bool = True
-    """False: new blocks are begun when all of the last are done."""
-
-    @model_validator(mode="after")
-    def _fits_the_disk(self) -> AioConfig:
-        if self.block_size % 4096:
-            what, got = "direct reads and writes are whole pages", str(self.block_size)
-            raise Unfit(Fault("block_size", what, got=got, wanted="a multiple of 4096"))
-        return self
-
-    @property
-    def threads(self) -> int:
-        return self.intra_op_parallelism or self.thread_count
 
 
 class ZeroConfig(Section):
@@ -445,11 +284,3 @@ class EngineConfig(EngineSections):
                 )
             )
         return self
-
-
-def with_total_steps(scheduler: Any, steps: int) -> Any:
-    """The same schedule, ending at `steps` where it does not say itself."""
-    if not isinstance(scheduler, WarmupDecayLR | WarmupCosineLR) or scheduler.params.total_num_steps is not None:
-        return scheduler
-    params = scheduler.params.model_copy(update={"total_num_steps": steps})
-    return scheduler.model_copy(update={"params": params})

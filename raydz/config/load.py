@@ -15,10 +15,11 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from raydz import log
-from raydz.config.engine import EngineConfig, EngineSections, WarmupCosineLR, WarmupDecayLR
+from raydz.config.engine import EngineConfig, EngineSections
 from raydz.config.faults import Fault, from_pydantic, raise_faults
 from raydz.config.overrides import apply_overrides
 from raydz.config.resolve import fill
+from raydz.config.scheduler import WarmupCosineLR, WarmupDecayLR
 from raydz.config.schema import Config
 from raydz.config.screen import modernise, screen, table_tree
 from raydz.config.secrets import find_secrets

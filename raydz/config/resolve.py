@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from raydz import log
-from raydz.config.engine import with_total_steps
+from raydz.config.scheduler import with_total_steps
 
 if TYPE_CHECKING:
     from raydz.config.schema import Config

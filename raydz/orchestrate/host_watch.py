@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.orchestrate.drain import drain_this_node
 from raydz.orchestrate.lifeline import Lifeline
 from raydz.orchestrate.notices import NoticeWatch, sources_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from raydz import log
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 
 _POLL_S = 2.0
 _ANSWER_S = 2.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.errors import RaydzError
 from raydz.orchestrate.failures import Failure, Kind
 

@@ -22,7 +22,7 @@ import ray.train
 from ray.train.backend import Backend, BackendConfig
 
 from raydz import log
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.errors import PlacementError, TrainingError
 from raydz.orchestrate.board import View
 from raydz.orchestrate.copies import Copies

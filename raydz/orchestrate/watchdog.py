@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from raydz import log
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.orchestrate.board import Beat, Standing
 
 _POLL_S = 1.0

@@ -33,7 +33,7 @@ import torch
 from raydz.checkpoint import DataFile
 from raydz.checkpoint.data_file import CHUNK_BYTES, plan_file
 from raydz.checkpoint.receipts import build_manifest, decode_receipts, receipt_of
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.orchestrate.beats import post_every_s
 from raydz.orchestrate.board import _LONGEST_WAIT_S as LONGEST_WAIT_S
 from raydz.orchestrate.board import Beat, Board, new_board

@@ -6,17 +6,9 @@ from pydantic import BaseModel
 
 from raydz.config import load_engine
 from raydz.config.deepspeed import KEYS
-from raydz.config.engine import (
-    EngineConfig,
-    LRRangeTestParams,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-    OneCycleParams,
-    OptimizerConfig,
-    WarmupCosineLRParams,
-    WarmupLRParams,
-    ZeroConfig,
-)
+from raydz.config.engine import EngineConfig, OptimizerConfig, ZeroConfig
+from raydz.config.offload import OffloadOptimizerConfig, OffloadParamConfig
+from raydz.config.scheduler import LRRangeTestParams, OneCycleParams, WarmupCosineLRParams, WarmupLRParams
 from raydz.config.screen import table_tree
 
 TOP_LEVEL = """

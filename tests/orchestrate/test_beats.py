@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.orchestrate import board as board_module
 from raydz.orchestrate.beats import Beats, is_poster, post_every_s
 from raydz.orchestrate.board import Beat, Board, Standing

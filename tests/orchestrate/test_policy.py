@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.errors import CheckpointError, DataError, TrainingError
 from raydz.orchestrate.failures import Failure, Kind
 from raydz.orchestrate.policy import GiveUp, Restart, decide

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raydz.config.schema import FailureConfig
+from raydz.config.cluster import FailureConfig
 from raydz.dist.monitor import activity, excused, progressed
 from raydz.orchestrate.board import Beat, Standing
 from raydz.orchestrate.watchdog import find_stuck, hang_limit_s
