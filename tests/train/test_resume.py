@@ -82,10 +82,54 @@ def test_run_goes_on_at_another_world_size_and_stage(ranks, tmp_path):
     assert column(tmp_path, "lr") == column(tmp_path, "lr", "whole")
 
 
+@pytest.mark.parametrize("batch", [pytest.param(6, marks=pytest.mark.slow), 7])
+def test_two_then_three_then_one_rank_train_on_the_same_rows_each_once(ranks, tmp_path, batch):
+    """Ranks may differ by a row where they do not divide the batch of a step."""
+    shared = {"train_batch_size": batch, "checkpoint": {"every": 1}}
+    whole, parts = tmp_path / "whole.rows", tmp_path / "parts.rows"
+    run(run_config(tmp_path, run={"name": "whole"}, **shared), loss=RecordingLoss(whole))
+    for world_size, steps, stage in ((2, 2, 3), (3, 4, 1), (1, 6, 2)):
+        config = run_config(tmp_path, zero_optimization={"stage": stage}, **shared)
+        hooks = {"loss": RecordingLoss(parts, stop_at=steps)}
+        ranks(world_size).run(try_on_rank, config, hooks)
+    assert len(journal(tmp_path)) == 6
+    assert rows_of(parts) == rows_of(whole)
+    assert [len(rows) for rows in rows_of(whole).values()] == [batch] * 6
+    assert column(tmp_path, "loss") == pytest.approx(column(tmp_path, "loss", "whole"), abs=1e-5)
+
+
+class RecordingLoss:
+    """The usual loss; writes down which rows it sees, and gives up in the step after `stop_at`."""
+
+    def __init__(self, path: Path, stop_at: int | None = None) -> None:
+        self.path, self.stop_at = path, stop_at
+
+    def __call__(self, model, batch):
+        from raydz.models import causal_lm_loss
+
+        step = model.global_steps + 1
+        if self.stop_at is not None and step > self.stop_at:
+            raise Interrupted
+        with self.path.open("a") as file:  # ranks append to the same file, a micro-batch in one write
+            file.write("".join(json.dumps([step, row]) + "\n" for row in batch["input_ids"].tolist()))
+        return causal_lm_loss(model, batch)
+
+
+def rows_of(path: Path) -> dict[int, list[list[int]]]:
+    """The rows of every step, in order of their content."""
+    rows: dict[int, list[list[int]]] = {}
+    for line in path.read_text().splitlines():
+        step, row = json.loads(line)
+        rows.setdefault(step, []).append(row)
+    return {step: sorted(found) for step, found in sorted(rows.items())}
+
+
 @pytest.mark.slow
-def test_killed_torchrun_goes_on_bit_for_bit(tmp_path, ranks):
-    """A real SIGKILL of launcher and ranks in the middle of a run."""
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_killed_torchrun_goes_on_bit_for_bit(tmp_path, ranks, stage):
+    """A real SIGKILL of launcher and ranks in the middle of a run whose saves are in the background."""
     shared = {
+        "zero_optimization": {"stage": stage},
         "train": {"steps": 400},
         "checkpoint": {"every": 20},
         "scheduler": None,
