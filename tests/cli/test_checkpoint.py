@@ -77,7 +77,9 @@ def test_ls_shows_a_damaged_manifest_beside_the_good_ones(run, raydz_command, tm
         folder = tmp_path / f"step-000000000{step}"
         folder.mkdir()
         manifest = (run / "tiny" / "checkpoints" / folder.name / "manifest.json").read_bytes()
-        (folder / "manifest.json").write_bytes(manifest.replace(b'"step": 1', b'"step": 7'))
+        flipped = manifest.replace(b'"step":1', b'"step":7')
+        assert (flipped != manifest) is (step == 1)
+        (folder / "manifest.json").write_bytes(flipped)
     lines = raydz_command("checkpoint", "ls", tmp_path).stdout.splitlines()
     assert "its checksum does not fit" in lines[0]
     assert "step        2" in lines[1]

@@ -85,8 +85,10 @@ def test_verify_names_damage_and_exits_1(run, raydz_command):
 
 
 def test_verify_of_all_names_a_manifest_that_cannot_be_used(run, raydz_command):
-    flipped = (run / STEPS[1] / "manifest.json").read_bytes().replace(b'"step": 2', b'"step": 3')
-    (run / STEPS[1] / "manifest.json").write_bytes(flipped)
+    manifest = run / STEPS[1] / "manifest.json"
+    flipped = manifest.read_bytes().replace(b'"step":2', b'"step":3')
+    assert flipped != manifest.read_bytes()
+    manifest.write_bytes(flipped)
     result = raydz_command("checkpoint", "verify", run, "--all")
     assert result.exit_code == 1 and result.stdout.count("whole  ") == 2
     assert f"damaged   {run / STEPS[1]}: manifest.json cannot be used" in result.stdout

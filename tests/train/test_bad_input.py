@@ -35,8 +35,8 @@ def cases(folder: Path) -> dict[str, tuple[dict, str, str]]:
         "resume": ({"resume": f"{folder}/bare"}, "CheckpointError", f"{folder}/bare"),
         "secrets": ({"storage": {"secret_key": SECRET_KEY}}, "ConfigError", "storage.secret_key"),
         "offload": (
-            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "ConfigError",
-            "offload_optimizer",
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "ConfigError",
+            "offload_param",
         ),
     }  # fmt: skip
 
