@@ -163,7 +163,12 @@ class Engine(StepVerification, JoinAccess, MoveAccess, CheckpointAccess):
     # -- one step ----------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward; floating-point tensors among the arguments are cast to the compute dtype."""
+        """Run the module's forward; floating-point tensors among the arguments are cast to the compute dtype.
+
+        Raises:
+            OffloadError: an update of offloaded weights has failed since.
+        """
+        self.optimizer.raise_failure()
         args, kwargs = self._cast(args), self._cast(kwargs)
         return self.module(*args, **kwargs)
 

@@ -122,7 +122,7 @@ class UpdatePipeline:
         """Update all units by `plan`, those that forward needs first first; what was tried with it is kept."""
         self._weights_free = self._links.here()
         with self._changed:
-            self._raise_failure()
+            self.raise_failure()
             self._was_tried = self._foreseen is not None
             self._rolled_back = self._guess is not None and plan != self._guess
             holds = plan == self._foreseen
@@ -181,7 +181,7 @@ class UpdatePipeline:
             OffloadError: an update has failed.
         """
         unit = self._units[index]
-        self._raise_failure()
+        self.raise_failure()
         if unit.is_awaited:
             return
         since, is_sent = time.perf_counter(), unit.stage in (Stage.UPDATED, Stage.SENDING)
@@ -223,11 +223,12 @@ class UpdatePipeline:
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """With the lock held."""
         while not is_done():
-            self._raise_failure()
+            self.raise_failure()
             self._changed.wait()
-        self._raise_failure()
+        self.raise_failure()
 
-    def _raise_failure(self) -> None:
+    def raise_failure(self) -> None:
+        """Raises: OffloadError, if an update has failed, at whatever step."""
         if self._error is None:
             return
         if isinstance(self._error, OffloadError):

@@ -236,6 +236,9 @@ class HostedOptimizer(ShardedOptimizer):
     def finish(self) -> None:
         self.pipeline.finish()
 
+    def raise_failure(self) -> None:
+        self.pipeline.raise_failure()
+
     def close(self) -> None:
         self.pipeline.close()
 

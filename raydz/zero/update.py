@@ -213,6 +213,9 @@ class ShardedOptimizer:
     def finish(self) -> None:
         """Wait until no update is under way."""
 
+    def raise_failure(self) -> None:
+        """Raises: OffloadError, if an update beside training has failed."""
+
     def close(self) -> None:
         """End what runs beside training."""
 

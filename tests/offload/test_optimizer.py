@@ -280,6 +280,17 @@ def test_a_failed_update_is_a_typed_error_at_the_next_call(mode):
     engine.destroy()
 
 
+def test_an_update_that_fails_before_its_step_ends_the_next_forward():
+    """The device has whole weights then, of the step before."""
+    engine = engine_of(RUN, hosted(RUN.config(), "speculative"))
+    train_step(engine, RUN, 0, 1, 1)
+    engine(batch_for(2)["ids"])  # gathers what the next forward needs
+    engine.optimizer.pipeline._error = RuntimeError("the kernel broke")
+    with pytest.raises(OffloadError, match="an update of offloaded weights failed"):
+        engine(batch_for(2)["ids"])
+    engine.destroy()
+
+
 def test_weights_read_between_steps_are_the_newest():
     run = RUN.with_(bf16=True)
     engine = engine_of(run, hosted(run.config(), "waiting"))
