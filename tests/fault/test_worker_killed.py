@@ -23,7 +23,8 @@ from tests.support.runs import (
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)], ids=["rank1", "rank0"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [1, 0], ids=["rank1", "rank0"])
 def test_a_killed_worker_does_not_end_the_run(ray_cluster, straight, tmp_path: Path, rank: int) -> None:
     tracking = {"mlflow": True, "mlflow_uri": f"sqlite:///{tmp_path}/mlflow.db"}
     config = small_config(tmp_path, "killed", tracking=tracking)

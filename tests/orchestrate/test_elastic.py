@@ -125,6 +125,7 @@ def assert_one_mlflow_run(root: Path, paused: list[str], steps: int) -> None:
         assert sorted(taken) == list(range(1, steps + 1))
 
 
+@pytest.mark.slow
 def test_a_run_grows_when_there_is_room(ray_cluster, alone: Path, tmp_path: Path) -> None:
     config = elastic_config(tmp_path, "grows", 12, {"cpus_per_worker": 2})
     with held(2, ray_cluster.env) as release:

@@ -49,6 +49,7 @@ def starts(root: Path, name: str) -> list[int]:
     return [event["step"] for event in read_lines(root / name / "events.jsonl") if event["event"] == "start"]
 
 
+@pytest.mark.slow
 def test_interrupted_and_called_again_within_an_event_loop(ray_cluster, tmp_path: Path) -> None:
     """Functions of `__main__` travel; Ctrl-C saves and gives the prompt back; the same call goes on from there."""
     config = small_config(tmp_path, "own", train={"steps": 40, "eval_every": 0}, checkpoint={"every": 0})

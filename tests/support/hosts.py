@@ -96,6 +96,7 @@ class Hosts:
             "AWS_EC2_METADATA_DISABLED": "true",
             "AWS_DEFAULT_REGION": "us-east-1",
             "OMP_NUM_THREADS": "1",
+            "RAY_worker_niceness": "0",
             "RAYDZ_TEST_MARKS": str(self.base),
             **health,
         }

@@ -80,6 +80,7 @@ def start_cluster(
         "RAY_DEDUP_LOGS": "0",
         "AWS_SHARED_CREDENTIALS_FILE": f"{session_dir}/aws-credentials",
         "OMP_NUM_THREADS": "1",
+        "RAY_worker_niceness": "0",  # Ray's 15 would starve workers on cores that tests share
         **variables,
     }
     env.pop("RAY_ADDRESS", None)
