@@ -6,6 +6,8 @@ agreed order. See "Gradients" in README.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -242,3 +244,21 @@ class GroupGradients:
         self.reduced = None
         if self._policy.frees_gradients and not (self.comm.world_size == 1 and self.group.keeps_parameters):
             self._full = None
+
+
+def refuse_unused(gradients: Sequence[GroupGradients], comm: Communicator) -> None:
+    """Compare with all ranks whether every parameter got a gradient in this backward. Collective.
+
+    Raises:
+        TrainingError: on every rank, where any misses one; names parameters and ranks.
+    """
+    mine = "\n".join(name for grads in gradients for name in grads.unused())
+    everyone = [part.decode().split() for part in comm.all_gather_bytes(mine.encode())]
+    names = list(dict.fromkeys(name for part in everyone for name in part))
+    if names:
+        raise TrainingError(
+            f"{len(names)} parameters got no gradient", where=", ".join(names[:20]),
+            got=f"on ranks {[rank for rank, part in enumerate(everyone) if part]}",
+            wanted="each one used for the loss, since zero_optimization.ignore_unused_parameters is false",
+            remedy="use or freeze them, or set the key to true: they then contribute zeros",
+        )  # fmt: skip

@@ -19,7 +19,7 @@ from torch import nn
 from raydz.errors import TrainingError
 from raydz.offload.parameters import ParameterOffload
 from raydz.zero.communicators import Communicators
-from raydz.zero.gradients import GroupGradients
+from raydz.zero.gradients import GroupGradients, refuse_unused
 from raydz.zero.group import FlatGroup, ValueSource
 from raydz.zero.initialize import UnitValues
 from raydz.zero.layout import split_by_numel
@@ -372,25 +372,8 @@ class ShardedModel(StatePresence):
         self.release_all()
         self._tell("end_backward", None)
         if self.options.refuses_unused:
-            self._refuse_unused()
+            refuse_unused(self.gradients, self.comms.world)
         self.in_backward = False
-
-    def _refuse_unused(self) -> None:
-        """Compare with all ranks whether every parameter got a gradient in this backward.
-
-        Raises:
-            TrainingError: on every rank, where any misses one; names parameters and ranks.
-        """
-        mine = "\n".join(name for grads in self.gradients for name in grads.unused())
-        everyone = [part.decode().split() for part in self.comms.world.all_gather_bytes(mine.encode())]
-        names = list(dict.fromkeys(name for part in everyone for name in part))
-        if names:
-            raise TrainingError(
-                f"{len(names)} parameters got no gradient", where=", ".join(names[:20]),
-                got=f"on ranks {[rank for rank, part in enumerate(everyone) if part]}",
-                wanted="each one used for the loss, since zero_optimization.ignore_unused_parameters is false",
-                remedy="use or freeze them, or set the key to true: they then contribute zeros",
-            )  # fmt: skip
 
     def abort(self) -> None:
         """After an exception: forget this step's gradients without communication and return to the sharded state."""
