@@ -132,12 +132,13 @@ def test_a_host_that_is_cut_off_for_a_minute_does_not_hold_up_the_run(hosts, sta
 def test_a_zombie_that_trained_on_behind_a_cut_cannot_commit(hosts, store, start, tmp_path, monkeypatch) -> None:
     """One worker: cut off, it trains on alone, and needs nothing but S3 to commit when the cable is back.
 
-    Its raylet, which would end it then, is stopped; so is its own look after the driver. Only the fence is left.
+    Its raylet, which would end it then, is stopped; so is its own look after the driver, and there is no
+    supervisor, which would miss the board. Only the fence is left.
     """
     set_aws_environment(monkeypatch, store.env)
     straight = undisturbed(tmp_path / "alone", 1)
     run = start(
-        scaling={"num_workers": 1}, run={"root": str(hosts.local)}, failure={"lost_driver_s": 0.0},
+        scaling={"num_workers": 1}, run={"root": str(hosts.local)}, failure={"lost_driver_s": 0.0, "in_place": False},
         tracking={"mlflow": False}, storage={"max_attempts": 60},
     )  # fmt: skip
     own = open_store(f"{run.checkpoints}/{NAME}/checkpoints", S3Options(endpoint_url=store.endpoint_url))
