@@ -27,6 +27,7 @@ def log_of(root: Path) -> str:
     return (root / "driver" / "driver.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_shown_and_replaced(ray_cluster, straight, tmp_path: Path) -> None:
     config = small_config(tmp_path, "stopped", failure={"hang_floor_s": 5.0})
     process = start_driver({"config": config, "loss": "slow_loss"}, tmp_path / "driver", ray_cluster.env)

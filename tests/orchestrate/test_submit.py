@@ -73,7 +73,8 @@ def job(cluster, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=cluster.env, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("code", [3, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("code", [3, 0])
 def test_exit_code_and_every_line_once_though_the_stream_breaks(ray_cluster, tmp_path: Path, code: int) -> None:
     folder = talkative(tmp_path / "project")
     with resetting_proxy(ray_cluster.dashboard, b"/logs/tail", after_bytes=5000, times=2) as proxy:

@@ -208,7 +208,7 @@ def make_and_destroy(rank: int, world_size: int, run: Run, times: int) -> list[t
     return counts
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_engines_made_and_destroyed_in_a_loop_leave_no_memory_threads_or_sockets(ranks, stage: int) -> None:
     for counts in ranks(2).run(make_and_destroy, Run(Plain, stage=stage), 6):
         assert counts[-1][0] == counts[1][0]
