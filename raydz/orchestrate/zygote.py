@@ -232,7 +232,10 @@ class _Nursery:
                 os.read(self._woken, _MESSAGE_BYTES)
                 self._reap()
             if control in ready:
-                data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+                try:
+                    data, fds, _, _ = socket.recv_fds(self._control, _MESSAGE_BYTES, 1)
+                except ConnectionResetError:  # it went without reading our last word
+                    return None
                 if not data:
                     return None
                 if data == _KILL:

@@ -98,6 +98,19 @@ def test_a_supervisor_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
+def test_a_supervisor_that_goes_without_reading_the_last_word_is_no_error() -> None:
+    code = """
+import socket
+from raydz.orchestrate.zygote import _Nursery
+theirs, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+nursery = _Nursery(ours)
+ours.send(b"unread")
+theirs.close()
+assert nursery.run() is None
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY)
+
+
 def test_imports_hold_up_neither_the_news_of_a_childs_end_nor_the_next_one(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(600)")
     monkeypatch.syspath_prepend(str(tmp_path))
