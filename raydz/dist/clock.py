@@ -6,9 +6,11 @@ Neighbours: `collectives.py` reports here; `train/loop.py` reads `comm_share` an
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
+
+from raydz.dist.waits import StreamWaits
 
 
 class CommClock:
@@ -21,28 +23,16 @@ class CommClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._waited_s = 0.0
+        self._waits = StreamWaits(device)
         self._total_s = 0.0
         self._under_way = 0
         self._busy_since = 0.0
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self.elements_sent = 0
         """Elements this rank put on the wire since the start, (N-1)/N of each flat tensor."""
 
-    @contextmanager
-    def waiting(self):
+    def waiting(self) -> AbstractContextManager[None]:
         """Count the body as time that computation waits for communication."""
-        if self._device.type == "cuda":
-            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            before.record()
-            yield
-            after.record()
-            self._events.append((before, after))
-            return
-        started = time.perf_counter()
-        yield
-        self._waited_s += time.perf_counter() - started
+        return self._waits.measuring()
 
     def launched(self) -> None:
         """A collective was launched."""
@@ -61,10 +51,7 @@ class CommClock:
 
         Blocking: on a GPU waits for the last recorded event, so call it where the step synchronises anyway.
         """
-        if self._events:
-            self._events[-1][1].synchronize()
-            self._waited_s += sum(before.elapsed_time(after) for before, after in self._events) / 1e3
-            self._events.clear()
-        taken = (self._waited_s, max(self._total_s, self._waited_s))
-        self._waited_s = self._total_s = 0.0
+        waited_s = self._waits.take()
+        taken = (waited_s, max(self._total_s, waited_s))
+        self._total_s = 0.0
         return taken

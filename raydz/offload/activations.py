@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from raydz.dist.waits import StreamWaits
 from raydz.offload.memory import HostMemory
-from raydz.offload.waits import CopyWaits
 
 
 class ActivationOffload:
@@ -42,7 +42,7 @@ class ActivationOffload:
         self._last: weakref.ref[_Saved] | None = None
         self.num_buffers = 0
         self.bytes_saved = 0
-        self.waits = CopyWaits(device)
+        self.waits = StreamWaits(device)
 
     @contextmanager
     def leaving(self, tensors: Iterable[Tensor]) -> Iterator[None]:

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from raydz.config import EngineConfig
+from raydz.dist.waits import StreamWaits
 from raydz.offload.aio import AioOptions
 from raydz.offload.folder import SwapFolder
 from raydz.offload.memory import HostMemory
 from raydz.offload.shards import DiskShards
-from raydz.offload.waits import CopyWaits
 from raydz.optim import WeightShard
 
 
@@ -62,7 +62,7 @@ class ParameterOffload:
         self.disk, self._room = disk, max_in_memory
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.bytes_fetched = 0
-        self.waits = CopyWaits(device)
+        self.waits = StreamWaits(device)
         self._arrival = Arrival()
 
     @classmethod

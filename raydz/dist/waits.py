@@ -1,6 +1,6 @@
-"""How long computation stood still for copies: the host's time on a CPU, the compute stream's on a GPU. Layer 3.
+"""How long computation stood still: the host's time on a CPU, the compute stream's on a GPU.
 
-`parameters.py` and `activations.py` measure with it what `explain.py` names.
+Neighbours: `clock.py` measures waits for communication with it, `offload/` those for copies.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 
 
-class CopyWaits:
+class StreamWaits:
     """Adds up between two calls of `take`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class CopyWaits:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Count the body: a copy where it is made at once, or a wait of the current stream."""
+        """Count the body: work where it is done at once, or a wait of the current stream."""
         if self._device.type == "cuda":
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             before.record()
