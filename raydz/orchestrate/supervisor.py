@@ -124,7 +124,11 @@ class _Views:
         with suppress(BlockingIOError):
             os.read(self._woken, 1 << 12)
         if self.lost is not None:
-            raise PlacementError("the board does not answer: its driver has ended", got=type(self.lost).__name__)
+            raise PlacementError(
+                "the board does not answer: its driver has ended, or this host is cut off from it",
+                where="a worker of this host", got=type(self.lost).__name__, wanted="an answer of the driver's actor",
+                remedy="start the same command again: it goes on from the newest checkpoint",
+            ) from self.lost  # fmt: skip
         return self.view
 
     def _listen(self) -> None:

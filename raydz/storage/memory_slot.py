@@ -69,6 +69,7 @@ class MemorySlot:
             raise StorageError(
                 "the state beside the tensors is too long for a snapshot in memory", got=f"{len(text)} bytes",
                 wanted=f"{IMAGE_OFFSET - _HEAD.size} at most",
+                remedy="keep less beside the tensors, or set failure.memory_snapshot_every to 0",
             )  # fmt: skip
         os.pwrite(self.fd, text, _HEAD.size)
         os.pwrite(self.fd, _HEAD.pack(len(text), zlib.crc32(text)), 0)

@@ -25,7 +25,7 @@ def shared_client(options: S3Options, make: Callable[[], Any]) -> Any:
 
     Equal are calls of one process with the same options, AWS variables, and files of profiles and credentials.
     """
-    key = (os.getpid(), options, _surroundings())
+    key = (options, _surroundings())
     with _lock:
         client = _clients.get(key)
         if client is None:
