@@ -222,6 +222,7 @@ def test_kernels_run_with_the_threads_asked_for(monkeypatch):
     config["parallel"]["offload_threads"] = 3
     engine = engine_of(RUN, config)
     train_step(engine, RUN, 0, 1, 1)
+    engine.settle()  # the update is made beside training
     engine.destroy()
     assert set(seen) == {3}
 
