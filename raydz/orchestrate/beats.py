@@ -21,8 +21,8 @@ _EVERY_S = 1.0
 _FRESH_S = 2.5
 """A rank of this node that was not heard for so long does not post for the others."""
 Post = Callable[[Sequence[tuple[Beat, float]], float], object]
-_POSTS_A_SECOND = 12
-"""What one board takes for well below a hundredth of a core (0.3 ms each); more nodes post less often."""
+_POSTS_A_SECOND = 6
+"""What one board takes for well below a hundredth of a core (0.5 ms each); more nodes post less often."""
 
 
 def post_every_s(place: Place) -> float:
