@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[1] / "raydz"
 
 LAYERS = {
-    0: {"errors", "units", "log", "version"},
+    0: {"errors", "exits", "units", "log", "version"},
     1: {"config"},
     2: {"dist", "ops", "storage", "_native"},
     3: {"optim", "offload", "tracking"},
@@ -43,7 +43,7 @@ PLACES = {
 }
 NEVER = {("zero", "models")}  # the engine core sees nn.Module
 LAZY = {"boto3", "botocore", "s3transfer", "awscrt"}  # imported when first used
-NO_TORCH = ("config/", "plan/", "errors.py", "units.py", "log.py", "version.py")  # `raydz plan` starts at once
+NO_TORCH = ("config/", "plan/", "errors.py", "exits.py", "units.py", "log.py", "version.py")  # `raydz plan` starts at once
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,12 @@ from raydz.checkpoint.manifest import DataFile
 from raydz.checkpoint.snapshot import DeviceCopies, HostImage, keep_what_forward_changes
 from raydz.checkpoint.writer import Part, SaveRequest, new_attempt
 from raydz.errors import CheckpointError, Superseded
+from raydz.exits import end_before_exit
 
 SAVE_TIMEOUT_S = 1800.0
 """How long the ranks of one save wait for each other."""
+EXIT_WAIT_S = 25.0
+"""Of a process that ends in mid-save; torchrun kills half a minute after its SIGTERM."""
 AfterCommit = Callable[[str], None]
 _logger = log.get(__name__)
 
@@ -41,6 +44,7 @@ class SaveHandle:
         total_s: from the call to the commit; None while it is under way.
         num_bytes, total_bytes: size of this rank's data file, and of all ranks'; 0 until they are known.
         error: why it failed; None if it did not.
+        is_given_up: nobody waits for it any more, not even the end of the process.
     """
 
     def __init__(self, request: SaveRequest) -> None:
@@ -49,6 +53,7 @@ class SaveHandle:
         self.blocked_s, self.num_bytes, self.total_bytes = 0.0, 0, 0
         self.total_s: float | None = None
         self.error: CheckpointError | Superseded | None = None
+        self.is_given_up = False
         self._copied, self._ended = threading.Event(), threading.Event()
 
     @property
@@ -84,6 +89,7 @@ class BackgroundSaves:
         self._image = HostImage(pinned=device.type == "cuda")
         self._number = 0
         self._current: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
         self._blocked_s = 0.0
 
     @property
@@ -112,9 +118,10 @@ class BackgroundSaves:
         handle, copies = SaveHandle(request), DeviceCopies(self._device)
         request = replace(request, pieces=keep_what_forward_changes(request.pieces), state=_frozen(request))
         task = _Task(self._number, request, handle, timeout_s, after_commit, started)
-        thread = threading.Thread(target=self._run, args=(task, copies), name="raydz-save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(task, copies), name="raydz-save", daemon=True)
         self._current = handle
-        thread.start()
+        self._thread.start()
+        end_before_exit(self._let_end)
         self._add_blocked(handle, started)
         return handle
 
@@ -135,9 +142,19 @@ class BackgroundSaves:
     def close(self, timeout_s: float | None = None) -> bool:
         """Wait for the save in flight, at most so long, and give the host memory back; False leaves both be."""
         if self._current is not None and not self._current.wait(timeout_s):
+            self._current.is_given_up = True
             return False
         self._image.release()
         return True
+
+    def _let_end(self) -> None:
+        """A process that ends without `close` gives its last save a chance; nobody is left to tell but the log."""
+        handle = self._current
+        if self._thread is None or handle is None or handle.is_given_up or not self._thread.is_alive():
+            return
+        self._thread.join(EXIT_WAIT_S)
+        if handle.error is not None or not handle.done:
+            _logger.error("the process ends: %s", handle.error or _unfinished(handle, EXIT_WAIT_S))
 
     def _add_blocked(self, handle: SaveHandle, started: float) -> None:
         elapsed_s = time.perf_counter() - started

@@ -22,6 +22,7 @@ from raydz.checkpoint.manifest import ITEM_BYTES
 from raydz.checkpoint.pieces import DTYPES, StatePiece
 from raydz.checkpoint.snapshot import DeviceCopies, HostImage, keep_what_forward_changes
 from raydz.errors import CheckpointError
+from raydz.exits import end_before_exit
 from raydz.storage.memory_slot import IMAGE_OFFSET, MemorySlot
 
 Moment = tuple[int, int]
@@ -86,6 +87,7 @@ class MemorySnapshots:
             target=self._run, args=(record, kept, copies, copied), name="raydz-snapshot", daemon=True
         )
         self._thread.start()
+        end_before_exit(self.wait)
         self.blocked_s += time.perf_counter() - started
 
     def finish_copy(self) -> None:

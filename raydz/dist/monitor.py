@@ -21,6 +21,7 @@ import torch.distributed as dist
 from raydz import log
 from raydz.dist.sequence import SequenceLog, first_difference
 from raydz.errors import TrainingError
+from raydz.exits import end_before_exit
 
 _POLL_S = 1.0
 _ANSWER_S = 5.0
@@ -156,6 +157,7 @@ class DivergenceMonitor:
             self._store = dist.PrefixStore(prefix, store.clone() if hasattr(store, "clone") else store)
             self._thread = threading.Thread(target=self._watch, name="raydz-divergence", daemon=True)
             self._thread.start()
+            end_before_exit(self.stop)
 
     def stop(self) -> None:
         """End the thread."""

@@ -19,6 +19,7 @@ from raydz import log
 from raydz.checkpoint import open_checkpoint
 from raydz.checkpoint.find import join_key
 from raydz.errors import CheckpointError, RaydzError
+from raydz.exits import end_before_exit
 from raydz.hf.checkpoint_source import open_checkpoint_source
 from raydz.hf.export import SHARD_BYTES, Export, export_folder
 from raydz.hf.folder import INDEX, SINGLE
@@ -77,6 +78,7 @@ class BackgroundExports:
         self.failures = 0
         self._thread = threading.Thread(target=self._work, name="raydz-export", daemon=True)
         self._thread.start()
+        end_before_exit(self.stop)
 
     def add(self, folder: str) -> None:
         """Export a committed checkpoint when those before it are done. Safe to call from any thread."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from raydz import log
 from raydz.errors import OffloadError
+from raydz.exits import end_before_exit
 from raydz.offload.hosted_unit import Advance, HostedUnit, Stage, StepPlan, Waits
 from raydz.offload.links import REACHED, Links, Mark
 from raydz.offload.speculation import Judgement, OffloadStep
@@ -207,18 +208,22 @@ class UpdatePipeline:
 
     def close(self) -> None:
         """End the threads and give the memory back; what is under way is not awaited. May be called twice."""
-        with self._changed:
-            self._is_closing = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+        self._end_threads()
         for unit in self._units:
             unit.landed.synchronize()
             unit.arrived.synchronize()
         self._tier.close()
         for unit in self._units:
             unit.gradient = None
+
+    def _end_threads(self) -> None:
+        """Blocking: until the unit under way is updated."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """With the lock held."""
@@ -252,6 +257,7 @@ class UpdatePipeline:
         ]
         for thread in self._threads:
             thread.start()
+        end_before_exit(self._end_threads)
 
     def _loop(self, one: Callable[[], bool]) -> None:
         try:

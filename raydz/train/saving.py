@@ -106,6 +106,7 @@ class RunSaves:
         with excused():
             has_ended = handle.wait(self._config.exit_wait_s)
         if not has_ended:
+            handle.is_given_up = True
             _logger.warning("the save of step %d is given up; the checkpoint before it is the newest", handle.step)
             self._log("checkpoint_failed", {"step": handle.step, "error": "the run ended before it was committed"})
         elif handle.error is not None:
