@@ -43,7 +43,8 @@ PLACES = {
 }
 NEVER = {("zero", "models")}  # the engine core sees nn.Module
 LAZY = {"boto3", "botocore", "s3transfer", "awscrt"}  # imported when first used
-NO_TORCH = ("config/", "plan/", "errors.py", "exits.py", "units.py", "log.py", "version.py")  # `raydz plan` starts at once
+# `raydz plan` starts at once.
+NO_TORCH = ("config/", "plan/", "errors.py", "exits.py", "units.py", "log.py", "version.py")
 
 
 @dataclass(frozen=True)
