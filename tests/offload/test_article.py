@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from raydz.config import load
 from tests.support.runs import losses, run_torchrun
 from tests.train.runs import column, manifests, run_config, run_on_rank
 
@@ -26,6 +28,15 @@ def article(folder: Path, name: str, steps: int, *, on_host: bool = True) -> dic
         del zero["offload_optimizer"], zero["offload_param"]
     base = run_config(folder, run={"name": name}, train={"steps": steps}, model={"num_hidden_layers": 2})
     return {key: value for key, value in base.items() if key != "scheduler"} | sections
+
+
+def test_the_command_that_the_run_file_names_loads_it_unchanged_but_for_the_batch() -> None:
+    """`jobs/configs/article.yaml` says in its head how it is called."""
+    head = ARTICLE.with_name("article.yaml").read_text().partition("deepspeed:")[0]
+    overrides = re.findall(r"--set (\S+)", head)
+    zero = load(ARTICLE.with_name("article.yaml"), overrides).zero_optimization
+    assert len(overrides) == 4 and zero.stage == 3
+    assert (zero.offload_optimizer.device, zero.offload_param.device) == ("cpu", "cpu")
 
 
 def test_it_trains_resumes_and_equals_the_run_without_offload(ranks, tmp_path: Path) -> None:
