@@ -128,18 +128,30 @@ class Referee:
     def _wait_for_the_cause(self, reports: list[Report]) -> Report:
         deadline = time.monotonic() + _ECHO_S
         while most_telling(reports).is_echo and (left_s := deadline - time.monotonic()) > 0:
-            reports = self._reports(len(reports), left_s)
+            if self._lost_ranks():
+                break
+            reports = self._reports(len(reports), min(left_s, _LOOK_S))
         return most_telling(reports)
 
+    def _lost_ranks(self) -> dict[int, str]:
+        """Ranks whose node Ray has lost, and the node."""
+        nodes = ray.get(self._board.nodes_of.remote(self._size, 0.0), timeout=_ANSWER_S)
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        return {rank: node for rank, node in sorted(nodes.items()) if node not in alive}
+
     def _judge(self, report: Report) -> None:
-        """Decide as after the end of a group; a restart is a round."""
+        """Decide as after the end of a group; a restart is a round, unless a node has gone with its supervisor."""
         (standing, now), stop_reason = ray.get(
             [self._board.glance.remote(), self._board.stop_reason.remote()], timeout=_ANSWER_S
         )
         failure = failure_of(report, standing, self._watchdog.take_found(), time.monotonic())
+        lost = self._lost_ranks() if report.is_echo else {}
+        if lost:
+            gone = ", ".join(f"rank {rank} (node {node[:12]})" for rank, node in lost.items())
+            failure = replace(failure, kind=Kind.NODE_LOST, cause=f"the node has died of {gone}", error=None)
         failures = [*self._failures, failure]
         decision = decide(failures, self._config.failure)
-        if not isinstance(decision, Restart) or stop_reason is not None:
+        if not isinstance(decision, Restart) or stop_reason is not None or lost:
             self.given_up = failure
             ray.get(self._board.give_up.remote(failure.cause), timeout=_ANSWER_S)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import pickle
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,20 +33,24 @@ class NearBoard:
 
     def __init__(self) -> None:
         self.board = Board()
+        self.loop = asyncio.new_event_loop()
 
     def __getattr__(self, name: str) -> Any:
         def remote(*arguments: Any) -> Any:
             found = getattr(self.board, name)(*arguments)
-            return asyncio.run(found) if asyncio.iscoroutine(found) else found
+            return self.loop.run_until_complete(found) if asyncio.iscoroutine(found) else found
 
         return SimpleNamespace(remote=remote)
 
 
 @pytest.fixture
-def near(monkeypatch) -> NearBoard:
+def near(monkeypatch) -> Iterator[NearBoard]:
     monkeypatch.setattr(referee_module.ray, "get", lambda found, timeout=None: found)
+    monkeypatch.setattr(referee_module.ray, "nodes", lambda: [{"NodeID": name, "Alive": True} for name in "ab"])
     monkeypatch.setattr(referee_module, "_LOOK_S", 0.05)
-    return NearBoard()
+    near = NearBoard()
+    yield near
+    near.loop.close()
 
 
 def referee_of(near: NearBoard, root: Path, **failure: Any) -> Referee:
@@ -91,6 +96,18 @@ def test_an_echo_alone_is_a_failure_after_a_while(near, tmp_path, monkeypatch) -
         near.board.report(0, ECHO)
         wait_for(lambda: near.board._rounds.number == 1)
     assert referee._failures[0].kind is Kind.ERROR
+
+
+def test_an_echo_of_a_node_that_is_lost_ends_the_attempt_at_once_as_that(near, tmp_path, monkeypatch) -> None:
+    """No round could begin there, and no batch is to blame."""
+    near.board.join(0, "a")
+    near.board.join(1, "gone")
+    with referee_of(near, tmp_path) as referee:
+        near.board.report(0, ECHO)
+        wait_for(lambda: near.board._rounds.view.end is not None, limit_s=2.0)
+        wait_for(lambda: referee.given_up is not None)
+    assert referee.given_up.kind is Kind.NODE_LOST and "rank 1 (node gone)" in referee.given_up.cause
+    assert near.board._rounds.number == 0 and referee._failures == []
 
 
 @pytest.mark.parametrize("kind", ["fatal", "budget", "stopping"])
