@@ -173,6 +173,18 @@ class Board:
         await self._wait_until(lambda: len(self._rounds.nodes) == world_size, limit_s)
         return dict(self._rounds.nodes)
 
+    async def roll_call(self, world_size: int, limit_s: float) -> list[int]:
+        """Ranks whose supervisors have not answered within `limit_s`."""
+        self._rounds.call_roll()
+        self._wake()
+        await self._wait_until(lambda: len(self._rounds.present) == world_size, limit_s)
+        return sorted(set(range(world_size)) - self._rounds.present)
+
+    def answer_roll(self, rank: int, roll: int) -> None:
+        """See `Rounds.answer_roll`."""
+        self._rounds.answer_roll(rank, roll)
+        self._wake()
+
     def use_vaults(self, vaults: Mapping[str, Any]) -> None:
         """See `Rounds.use_vaults`."""
         self._rounds.use_vaults(vaults)

@@ -31,6 +31,8 @@ from raydz.orchestrate.worker import WorkerTask
 _LOOK_S = 1.0
 _ECHO_S = 3.0
 """A rank that lost its peers waits so long for the peer's own word, which says why."""
+_ROLL_S = 5.0
+"""A supervisor that has not answered by then has gone, with its node or alone."""
 _ANSWER_S = 30.0
 _logger = log.get(__name__)
 
@@ -106,7 +108,7 @@ class Referee:
                 self._open_vaults()
                 reports = self._reports(0, _LOOK_S)
                 if reports:
-                    self._judge(self._wait_for_the_cause(reports))
+                    self._judge(*self._cause(reports))
             except Exception as error:  # the board ends with the cluster, and then so does the attempt
                 if self._over.is_set():
                     return
@@ -125,33 +127,35 @@ class Referee:
     def _reports(self, seen: int, limit_s: float) -> list[Report]:
         return ray.get(self._board.next_reports.remote(self._round, seen, limit_s), timeout=_ANSWER_S)
 
-    def _wait_for_the_cause(self, reports: list[Report]) -> Report:
+    def _cause(self, reports: list[Report]) -> tuple[Report, list[int]]:
+        """The report that tells most, and, where it is an echo, the ranks whose supervisors have gone."""
         deadline = time.monotonic() + _ECHO_S
-        while most_telling(reports).is_echo and (left_s := deadline - time.monotonic()) > 0:
-            if self._lost_ranks():
-                break
-            reports = self._reports(len(reports), min(left_s, _LOOK_S))
-        return most_telling(reports)
+        if not most_telling(reports).is_echo:
+            return most_telling(reports), []
+        gone = ray.get(self._board.roll_call.remote(self._size, _ROLL_S), timeout=_ANSWER_S)
+        while not gone and most_telling(reports).is_echo and (left_s := deadline - time.monotonic()) > 0:
+            reports = self._reports(len(reports), left_s)
+        return most_telling(reports), gone
 
-    def _lost_ranks(self) -> dict[int, str]:
-        """Ranks whose node Ray has lost, and the node."""
+    def _loss_of(self, gone: list[int], echo: Failure) -> Failure:
+        """What the end of supervisors comes to; Ray may not know yet that their nodes have died."""
         nodes = ray.get(self._board.nodes_of.remote(self._size, 0.0), timeout=_ANSWER_S)
         alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-        return {rank: node for rank, node in sorted(nodes.items()) if node not in alive}
+        kind = Kind.NODE_LOST if any(nodes.get(rank) not in alive for rank in gone) else Kind.KILLED
+        cause = f"the workers of ranks {', '.join(map(str, gone))} have gone"
+        return replace(echo, kind=kind, cause=cause, error=None)
 
-    def _judge(self, report: Report) -> None:
-        """Decide as after the end of a group; a restart is a round, unless a node has gone with its supervisor."""
+    def _judge(self, report: Report, gone: list[int]) -> None:
+        """Decide as after the end of a group; a restart is a round, unless supervisors have gone."""
         (standing, now), stop_reason = ray.get(
             [self._board.glance.remote(), self._board.stop_reason.remote()], timeout=_ANSWER_S
         )
         failure = failure_of(report, standing, self._watchdog.take_found(), time.monotonic())
-        lost = self._lost_ranks() if report.is_echo else {}
-        if lost:
-            gone = ", ".join(f"rank {rank} (node {node[:12]})" for rank, node in lost.items())
-            failure = replace(failure, kind=Kind.NODE_LOST, cause=f"the node has died of {gone}", error=None)
+        if gone:
+            failure = self._loss_of(gone, failure)
         failures = [*self._failures, failure]
         decision = decide(failures, self._config.failure)
-        if not isinstance(decision, Restart) or stop_reason is not None or lost:
+        if not isinstance(decision, Restart) or stop_reason is not None or gone:
             self.given_up = failure
             ray.get(self._board.give_up.remote(failure.cause), timeout=_ANSWER_S)
             return

@@ -56,6 +56,7 @@ class View:
         store: host and port where the round's processes meet, once rank 0's process has opened it.
         end: the attempt is over: all ranks are done, or the driver gave it up.
         vaults: of each node, if snapshots are kept there, too; None: the driver has not said so far.
+        roll: number of the roll call that every supervisor answers.
     """
 
     version: int = 1
@@ -64,6 +65,7 @@ class View:
     end: Literal["finished", "given up"] | None = None
     reason: str = ""
     vaults: Mapping[str, Any] | None = None
+    roll: int = 0
 
 
 class Rounds:
@@ -71,12 +73,14 @@ class Rounds:
 
     Attributes:
         nodes: of each rank whose supervisor has come.
+        present: ranks whose supervisors have answered the newest roll call.
     """
 
     def __init__(self) -> None:
         self.view = View()
         self.reports: list[Report] = []
         self.nodes: dict[int, str] = {}
+        self.present: set[int] = set()
         self._done: set[int] = set()
 
     @property
@@ -87,6 +91,16 @@ class Rounds:
     def use_vaults(self, vaults: Mapping[str, Any]) -> None:
         """Snapshots are kept there, too."""
         self._change(vaults=vaults)
+
+    def call_roll(self) -> None:
+        """Ask all supervisors whether they are there."""
+        self.present = set()
+        self._change(roll=self.view.roll + 1)
+
+    def answer_roll(self, rank: int, roll: int) -> None:
+        """A supervisor is there; an answer to an earlier call: no effect."""
+        if roll == self.view.roll:
+            self.present.add(rank)
 
     def announce_store(self, number: int, host: str, port: int) -> None:
         """Rank 0's process of round `number` waits for the others there; of an earlier round: no effect."""

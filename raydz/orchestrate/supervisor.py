@@ -88,7 +88,7 @@ def supervise(settings: dict[str, Any]) -> None:
     seat = Seat(place, ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), memory)
     with (
         watching(task.board, place, task.failure),
-        _Views(task.board) as views,
+        _Views(task.board, place.rank) as views,
         StopWatch(task.board, looks=place.rank == 0) as stop,
         Zygote(task.packed, keep=memory) as zygote,
     ):
@@ -96,10 +96,10 @@ def supervise(settings: dict[str, Any]) -> None:
 
 
 class _Views:
-    """A thread that hears of every new view of the board; readable when there is one."""
+    """A thread that hears of every new view of the board, and answers roll calls; readable when there is one."""
 
-    def __init__(self, board: Any) -> None:
-        self._board, self.view = board, View()
+    def __init__(self, board: Any, rank: int) -> None:
+        self._board, self._rank, self.view = board, rank, View()
         self.lost: Exception | None = None
         self._woken, self._wake = os.pipe()
         os.set_blocking(self._woken, False)
@@ -140,6 +140,8 @@ class _Views:
             else:
                 if view.version == self.view.version:
                     continue
+                if view.roll != self.view.roll:
+                    self._board.answer_roll.remote(self._rank, view.roll)
                 self.view = view
             os.write(self._wake, b"x")
 

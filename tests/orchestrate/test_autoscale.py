@@ -18,7 +18,7 @@ from tests.orchestrate.test_elastic import (
     sizes_of,
     wait_until,
 )
-from tests.support.autoscaler import autoscaled_cluster, lose_a_node
+from tests.support.autoscaler import autoscaled_cluster, lose_a_node, without_capacity
 from tests.support.ray_nodes import living_nodes
 from tests.support.runs import losses, read_lines, start_driver
 
@@ -50,8 +50,9 @@ def test_nodes_come_for_a_run_one_is_lost_another_comes_and_all_go(alone: Path, 
         first = sizes_of(tmp_path, "scales")
         assert living_nodes(cluster) == 3
         wait_until(lambda: has_saved(tmp_path, workers=2), "a checkpoint of two workers", process)
-        lose_a_node(cluster)
-        wait_for(*first, 1)
+        with without_capacity(cluster):
+            lose_a_node(cluster)
+            wait_for(*first, 1)
         wait_for(*first, 1, 2)
         wait_until(lambda: len(losses(tmp_path, "scales")) >= COMPARED, "some steps more", process)
         process.send_signal(signal.SIGINT)

@@ -34,13 +34,21 @@ class NearBoard:
     def __init__(self) -> None:
         self.board = Board()
         self.loop = asyncio.new_event_loop()
+        self.present = {0, 1}
 
     def __getattr__(self, name: str) -> Any:
         def remote(*arguments: Any) -> Any:
+            if name == "roll_call":
+                self.loop.call_later(0.01, self._answer)
             found = getattr(self.board, name)(*arguments)
             return self.loop.run_until_complete(found) if asyncio.iscoroutine(found) else found
 
         return SimpleNamespace(remote=remote)
+
+    def _answer(self) -> None:
+        """As living supervisors do."""
+        for rank in self.present:
+            self.board.answer_roll(rank, self.board._rounds.view.roll)
 
 
 @pytest.fixture
@@ -98,15 +106,18 @@ def test_an_echo_alone_is_a_failure_after_a_while(near, tmp_path, monkeypatch) -
     assert referee._failures[0].kind is Kind.ERROR
 
 
-def test_an_echo_of_a_node_that_is_lost_ends_the_attempt_at_once_as_that(near, tmp_path, monkeypatch) -> None:
-    """No round could begin there, and no batch is to blame."""
+@pytest.mark.parametrize(("node", "kind"), [("gone", Kind.NODE_LOST), ("b", Kind.KILLED)])
+def test_an_echo_without_the_peers_supervisor_ends_the_attempt_as_that(near, tmp_path, monkeypatch, node, kind) -> None:
+    """No round could begin there. Ray may know by then that the node has died: no batch is to blame."""
+    monkeypatch.setattr(referee_module, "_ROLL_S", 0.1)
+    near.present = {0}
     near.board.join(0, "a")
-    near.board.join(1, "gone")
+    near.board.join(1, node)
     with referee_of(near, tmp_path) as referee:
         near.board.report(0, ECHO)
         wait_for(lambda: near.board._rounds.view.end is not None, limit_s=2.0)
         wait_for(lambda: referee.given_up is not None)
-    assert referee.given_up.kind is Kind.NODE_LOST and "rank 1 (node gone)" in referee.given_up.cause
+    assert (referee.given_up.kind, referee.given_up.cause) == (kind, "the workers of ranks 1 have gone")
     assert near.board._rounds.number == 0 and referee._failures == []
 
 

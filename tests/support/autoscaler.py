@@ -37,6 +37,17 @@ def autoscaled_cluster(folder: Path, max_nodes: int, idle_s: float) -> Iterator[
         stop_cluster(cluster)
 
 
+@contextmanager
+def without_capacity(cluster: RayCluster) -> Iterator[None]:
+    """Nothing new comes meanwhile, as where the cloud has none left: the autoscaler is stopped."""
+    [monitor] = [pid for pid in cluster.pids() if b"/monitor.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(monitor, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(monitor, signal.SIGCONT)
+
+
 def lose_a_node(cluster: RayCluster) -> str:
     """Kill the raylet of the newest node that the autoscaler brought, and with it the node; returns its id."""
     found: dict[str, int] = {}
