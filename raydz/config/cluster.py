@@ -64,7 +64,7 @@ class FailureConfig(Section):
     on_poison: Literal["stop", "skip"] = "stop"
     """skip: go on without that step's batch."""
     hang_factor: NonNegative = 3.0
-    hang_floor_s: NonNegative = 15.0
+    hang_floor_s: NonNegative = 13.0
     """A group hangs if for `hang_factor` median steps and `hang_floor_s` no rank ends a step or launches a collective;
     a floor of 0: never."""
     on_bad_checkpoint: Literal["stop", "previous"] = "stop"

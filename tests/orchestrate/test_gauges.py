@@ -60,12 +60,18 @@ def exported(url: str, run: str) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(pattern, text, flags=re.M)}
 
 
+def events_in(root: Path) -> list[dict]:
+    """Of the driver's log, each a JSON object in a line of its own."""
+    log = (root / "driver" / "driver.log").read_text()
+    return [json.loads(line) for line in re.findall(r"\{\"event\".*\}$", log, flags=re.M)]
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_a_run_is_seen_by_prometheus_and_its_events_in_the_log(ray_cluster, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     url = endpoint(ray_cluster)
-    config = small_config(tmp_path, "seen", train={"steps": 120}, tracking={"log_json": True})
+    config = small_config(tmp_path, "seen", train={"steps": 2000}, tracking={"log_json": True})
     process = start_driver({"config": config, "loss": "slow_loss"}, tmp_path / "driver", ray_cluster.env)
     wait_for_step(tmp_path, "seen", 2, process)
     wanted = {f"raydz_{name}" for name in ("step", "loss", "tokens_per_s", "step_time_s", "comm_share", "restarts")}
@@ -78,8 +84,8 @@ def test_a_run_is_seen_by_prometheus_and_its_events_in_the_log(ray_cluster, tmp_
     step = int(found["raydz_step"])
     assert found["raydz_loss"] in [pytest.approx(journal[near]) for near in (step, step + 1) if near in journal]
     assert found["raydz_restarts"] == 0
+    while not {"start", "plan", "ranks", "checkpoint"} <= {line["event"] for line in events_in(tmp_path)}:
+        assert process.poll() is None
+        time.sleep(0.5)
     process.kill()
     process.wait()
-    log = (tmp_path / "driver" / "driver.log").read_text()
-    lines = [json.loads(line) for line in re.findall(r"\{\"event\".*\}$", log, flags=re.M)]
-    assert {"start", "plan", "ranks", "checkpoint"} <= {line["event"] for line in lines}

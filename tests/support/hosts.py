@@ -212,6 +212,7 @@ class Hosts:
         """End every process, take the network down and remove the folders."""
         for host in self.hosts:
             self.kill(host)
+            _ip("link", "del", host.cable, check=False)  # else it stays until the kernel has taken the namespace down
             _ip("netns", "del", host.name, check=False)
             shutil.rmtree(f"/etc/netns/{host.name}", ignore_errors=True)
         _ip("link", "del", self._bridge, check=False)
