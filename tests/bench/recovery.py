@@ -127,7 +127,7 @@ class RayTrain(Contestant):
 def start(system: str, hosts: Hosts, folder: Path, kind: str) -> Contestant:
     """A driver on the head."""
     if system == "raydz":
-        sections = {"train": {"steps": STEPS, "eval_every": 0}, "failure": {"hang_floor_s": 15.0}}
+        sections = {"train": {"steps": STEPS, "eval_every": 0}}
         options = folder / "options.json"
         loss = "stumbling_loss" if kind == "exception" else "slow_loss"
         given = {"config": small_config(folder, "run", **sections), "loss": loss, "result": str(folder / "result.json")}

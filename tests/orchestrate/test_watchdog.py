@@ -23,7 +23,7 @@ def beat(rank: int, *, calls: int = 40, waits_for: str | None = "gather x") -> B
 
 
 def test_the_limit_is_a_multiple_of_the_median_step_and_a_floor() -> None:
-    assert hang_limit_s(standing(), CONFIG) == 3 * 2.0 + 13.0
+    assert hang_limit_s(standing(), CONFIG) == 3 * 2.0 + 15.0
 
 
 def test_nothing_is_stuck_while_anything_moves_or_before_two_steps() -> None:
