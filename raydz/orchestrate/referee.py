@@ -31,7 +31,7 @@ from raydz.orchestrate.worker import WorkerTask
 _LOOK_S = 1.0
 _ECHO_S = 3.0
 """A rank that lost its peers waits so long for the peer's own word, which says why."""
-_ROLL_S = 5.0
+_ROLL_S = 3.0
 """A supervisor that has not answered by then has gone, with its node or alone."""
 _ANSWER_S = 30.0
 _logger = log.get(__name__)
