@@ -16,13 +16,13 @@ import ray
 from ray.train import RunConfig, ScalingConfig
 from ray.train.torch import TorchConfig
 from ray.train.v2.api.config import FailureConfig
-from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
 from raydz import log
 from raydz.config import Config
 from raydz.errors import RaydzError, TrainingError
 from raydz.orchestrate.board import Standing, new_board
 from raydz.orchestrate.capacity import Room
+from raydz.orchestrate.controller import Standby, Trainer
 from raydz.orchestrate.drain import DrainWatch
 from raydz.orchestrate.failures import Failure, Kind, classify
 from raydz.orchestrate.growth import GrowthWatch
@@ -79,6 +79,7 @@ class Attempts:
         self._failures: list[Failure] = []
         self._size: int | None = None
         self._vaults = Vaults()
+        self._standby = Standby()
 
     def run(self) -> Result:
         """Attempt after attempt.
@@ -98,6 +99,7 @@ class Attempts:
                     self._go_on(board, size, ended)
                 self._task = replace(self._task, number=self._task.number + 1)
         finally:
+            self._standby.close()
             self._vaults.close()
 
     def _attempt(self, board: Any, size: int) -> Ended | None:
@@ -106,6 +108,7 @@ class Attempts:
             with (
                 Watchdog(board, self._config.failure) as watchdog,
                 DrainWatch(board),
+                self._standby.beside(board),
                 GrowthWatch(board, self._config, self._resources, self._allowed, size) as growth,
                 Referee(board, watchdog, self._failures, self._task, size, self._vaults) as referee,
             ):
@@ -153,13 +156,14 @@ class Attempts:
         self._task = replace(self._task, before_step=None, interruption=interruption)
         self._size = ended.wanted or size
 
-    def _trainer(self, size: int) -> DataParallelTrainer:
+    def _trainer(self, size: int) -> Trainer:
         config, has_gpu = self._config, "GPU" in self._resources
         waits = 0 if config.scaling.is_elastic else -1  # without room for so many: another size, or for ever
         timeout_s = int(config.parallel.collective_timeout_s)
         backend = TorchConfig(backend="nccl" if has_gpu else "gloo", timeout_s=timeout_s)
         in_place = config.failure.in_place
-        return DataParallelTrainer(
+        return Trainer(
+            self._standby,
             supervise if in_place else train_worker,
             train_loop_config={"task": supervised(self._task) if in_place else self._task},
             backend_config=SupervisedBackend() if in_place else backend,
