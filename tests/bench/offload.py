@@ -57,8 +57,6 @@ def measure(kind: str, options: argparse.Namespace) -> None:
         return
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    elif kind != "fsdp2":
-        torch.set_num_threads(1)  # raydz took all
     generator, times = torch.Generator().manual_seed(0), []
     for _ in range(options.warmup + options.steps):
         ids = torch.randint(0, SIZES[options.size][4], (options.rows, options.sequence + 1), generator=generator)
