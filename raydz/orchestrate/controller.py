@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray._common.constants import RAY_WARN_BLOCKING_GET_INSIDE_ASYNC_ENV_VAR
+from ray.exceptions import RayActorError
 from ray.train.v2._internal.constants import get_env_vars_to_propagate
 from ray.train.v2._internal.execution.controller import TrainController
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -56,17 +57,19 @@ class Standby:
             over.set()
             thread.join(_ANSWER_S)
 
-    def take(self) -> Any:
-        """The one that waits, or a new one."""
+    def begin(self, **given: Any) -> Any:
+        """The one that waits, or a new one, once it has begun."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             try:
-                ray.get(waiting.__ray_ready__.remote(), timeout=_ANSWER_S)
-            except Exception as error:
+                ray.get(waiting.begin.remote(**given))
+            except RayActorError as error:
                 _logger.debug("the controller that waited has gone: %s", error)
             else:
                 return waiting
-        return _new_controller()
+        controller = _new_controller()
+        ray.get(controller.begin.remote(**given))
+        return controller
 
     def close(self) -> None:
         """End the one that waits."""
@@ -101,8 +104,7 @@ class Trainer(DataParallelTrainer):
         self._standby = standby
 
     def _initialize_and_run_controller(self, **given: Any) -> Result:
-        controller = self._standby.take()
-        ray.get(controller.begin.remote(**given))
+        controller = self._standby.begin(**given)
         if threading.current_thread() is threading.main_thread():
             self._register_sigint_handler(controller)
         ray.get(controller.run.remote())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import ray
+from ray.exceptions import RayActorError
 
 from raydz.orchestrate import controller as controller_module
 from raydz.orchestrate.board import new_board
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.ray
 @pytest.fixture
 def standby(ray_cluster, monkeypatch) -> Iterator[Standby]:
     monkeypatch.setattr(controller_module, "_LOOK_S", 0.1)
+    monkeypatch.setattr(controller_module, "Controller", Process)
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     ray.init(address=ray_cluster.address, log_to_driver=False, logging_level="ERROR")
     standby = Standby()
@@ -33,8 +35,15 @@ def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+class Process:
+    """Begins with anything."""
+
+    def begin(self, **given: int) -> None:
+        assert given == {"number": 7}
+
+
 @pytest.mark.slow
-def test_one_waits_from_the_first_step_on_and_is_taken_once(standby) -> None:
+def test_one_waits_from_the_first_step_on_and_begins_once(standby) -> None:
     board = new_board()
     with standby.beside(board):
         time.sleep(0.5)
@@ -42,15 +51,15 @@ def test_one_waits_from_the_first_step_on_and_is_taken_once(standby) -> None:
         ray.get(board.post_step.remote(1))
         wait_for(lambda: standby._waiting is not None)
     waiting = standby._waiting
-    assert standby.take() is waiting
-    assert standby.take() is not waiting and standby._waiting is None
+    assert standby.begin(number=7) is waiting
+    assert standby.begin(number=7) is not waiting and standby._waiting is None
 
 
 @pytest.mark.slow
-def test_one_that_has_gone_is_replaced(standby, monkeypatch) -> None:
-    gone = standby._waiting = standby.take()
-    ray.get(gone.__ray_ready__.remote())
+def test_one_that_has_gone_is_replaced(standby) -> None:
+    gone = standby._waiting = standby.begin(number=7)
     ray.kill(gone)
-    another = standby.take()
-    assert another is not gone
-    ray.get(another.__ray_ready__.remote(), timeout=60)
+    with pytest.raises(RayActorError):
+        while True:  # it dies when its node gets to it
+            ray.get(gone.begin.remote(number=7))
+    assert standby.begin(number=7) is not gone
