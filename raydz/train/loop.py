@@ -28,7 +28,7 @@ from raydz.train.keeping import open_keeping
 from raydz.train.memory import naming_out_of_memory
 from raydz.train.progress import Progress
 from raydz.train.result import Result
-from raydz.train.saving import RunSaves, ending_on_sigterm
+from raydz.train.saving import RunSaves, ending_on_sigterm, heed_sigterm
 from raydz.train.setup import Run, exports_store, mlflow_uri, open_run, settle_tracking, start_tracking
 from raydz.train.snapshots import is_saved, open_snapshots
 from raydz.train.spikes import commit_or_answer
@@ -116,6 +116,7 @@ def train(run: Run) -> None:
                 run.attempt.measured(step, metrics)
             progress.show(step, metrics)
             run.attempt.ended_step(step)
+            heed_sigterm()
             saves.poll()
             if run.snapshots is not None:
                 run.snapshots.step_ended(step)

@@ -189,9 +189,20 @@ def ending_on_sigterm() -> Iterator[None]:
     try:
         yield
     finally:
+        _told.clear()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+_told: list[int] = []
+
+
+def heed_sigterm() -> None:
+    """Raise again what SIGTERM raised where nobody could catch it: in a finaliser or a callback of weak references."""
+    if _told:
+        raise SystemExit(128 + _told[0])
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
     signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+    _told.append(number)
     raise SystemExit(128 + number)

@@ -16,6 +16,7 @@ from raydz.checkpoint import snapshot
 from raydz.checkpoint.background import BackgroundSaves
 from raydz.errors import CheckpointError, StorageError
 from raydz.storage.local import LocalStore
+from raydz.train.saving import ending_on_sigterm, heed_sigterm
 from tests.checkpoint.states import assert_same_bits, stored_tensors
 from tests.train.runs import (
     Interrupted,
@@ -251,6 +252,24 @@ def test_sigterm_gives_the_save_in_flight_its_chance(tmp_path, patience_s, newes
     assert process.returncode == 128 + signal.SIGTERM
     assert manifests(tmp_path)[-1] == f"step-{newest:010d}"
     assert events(tmp_path, "finish")[-1]["status"] == "KILLED"
+
+
+class Finalised:
+    """Python ignores what its end raises."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):
+            pass
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_sigterm_that_comes_in_a_finaliser_is_heeded_at_the_end_of_the_step():
+    with pytest.raises(SystemExit) as end, ending_on_sigterm():
+        Finalised()
+        heed_sigterm()
+    assert end.value.code == 128 + signal.SIGTERM
+    heed_sigterm()  # of the next run
 
 
 # -- going on ---------------------------------------------------------------------------------------------------------
