@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 from raydz import log
 
+JOIN_S = 5.0
+"""For a thread that has little left to do; one that waits for a device or a peer that is stuck must hold up no exit."""
 _ends: set[weakref.WeakMethod] = set()
 _logger = log.get(__name__)
 

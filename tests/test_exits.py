@@ -78,6 +78,25 @@ def test_a_process_ends_with_its_own_exit_code_while_threads_are_at_work(source:
     assert (done.returncode, done.stderr) == (7 if how == "raise" else 0, "")
 
 
+STUCK = (
+    ENGINE.format(offload='"offload_optimizer": {"device": "cpu"}')
+    + """
+from raydz.offload import pipeline
+pipeline.JOIN_S = 0.2
+engine.optimizer.finish()
+engine.optimizer.pipeline._advance = lambda *_: time.sleep(600)
+engine.backward(engine(torch.ones(1, 512)).sum())
+engine.step()
+leave()
+"""
+)
+
+
+def test_an_update_that_never_ends_holds_up_no_exit() -> None:
+    """As one that waits for a stream which a lost peer has stuck."""
+    assert run(STUCK, "raise").returncode == 7
+
+
 @pytest.mark.parametrize("how", ["end", "raise"])
 def test_a_save_that_was_begun_is_committed_although_the_script_ends(tmp_path: Path, how: str) -> None:
     done = run(SAVE, how, tmp_path)

@@ -22,7 +22,7 @@ from raydz.checkpoint.manifest import ITEM_BYTES
 from raydz.checkpoint.pieces import DTYPES, StatePiece
 from raydz.checkpoint.snapshot import DeviceCopies, HostImage, keep_what_forward_changes
 from raydz.errors import CheckpointError
-from raydz.exits import end_before_exit
+from raydz.exits import JOIN_S, end_before_exit
 from raydz.storage.memory_slot import IMAGE_OFFSET, MemorySlot
 
 Moment = tuple[int, int]
@@ -87,7 +87,7 @@ class MemorySnapshots:
             target=self._run, args=(record, kept, copies, copied), name="raydz-snapshot", daemon=True
         )
         self._thread.start()
-        end_before_exit(self.wait)
+        end_before_exit(self._leave)
         self.blocked_s += time.perf_counter() - started
 
     def finish_copy(self) -> None:
@@ -106,6 +106,11 @@ class MemorySnapshots:
         """Wait for the end of the snapshot under way."""
         if self._thread is not None:
             self._thread.join()
+
+    def _leave(self) -> None:
+        """The process ends."""
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
 
     def usable(self, pieces: Sequence[StatePiece]) -> list[Moment]:
         """Snapshots that are whole, sound, and of exactly this layout. Blocking: for a look at every byte."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from raydz import log
 from raydz.errors import OffloadError
-from raydz.exits import end_before_exit
+from raydz.exits import JOIN_S, end_before_exit
 from raydz.offload.hosted_unit import Advance, HostedUnit, Stage, StepPlan, Waits
 from raydz.offload.links import REACHED, Links, Mark
 from raydz.offload.speculation import Judgement, OffloadStep
@@ -216,13 +216,17 @@ class UpdatePipeline:
         for unit in self._units:
             unit.gradient = None
 
-    def _end_threads(self) -> None:
-        """Blocking: until the unit under way is updated."""
+    def _leave(self) -> None:
+        """The process ends; a gradient that never comes, since its stream is stuck, is not waited for."""
+        self._end_threads(JOIN_S)
+
+    def _end_threads(self, timeout_s: float | None = None) -> None:
+        """Blocking: until the unit under way is updated, at most so long a thread."""
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
         for thread in self._threads:
-            thread.join()
+            thread.join(timeout_s)
         self._threads = []
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
@@ -257,7 +261,7 @@ class UpdatePipeline:
         ]
         for thread in self._threads:
             thread.start()
-        end_before_exit(self._end_threads)
+        end_before_exit(self._leave)
 
     def _loop(self, one: Callable[[], bool]) -> None:
         try:
